@@ -1,0 +1,64 @@
+"""The arms: one way each to serve a user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lamp_eval.config import ProtocolConfig
+from lamp_eval.seeds import user_seed
+
+
+@dataclass(frozen=True)
+class Arm:
+    """How an arm serves a user.
+
+    Attributes:
+        name: as in `lamp_eval.config.ARMS`.
+        task_adapter: whether the base has the task adapter merged in.
+        user_adapter: `own`, `donor` (another user's) or None.
+        n_retrieved: records in the prompt.
+    """
+
+    name: str
+    task_adapter: bool
+    user_adapter: str | None
+    n_retrieved: int
+
+
+def arm(name: str, protocol: ProtocolConfig) -> Arm:
+    """The arm of a name. `task`, `user` and `cross_user` see the same prompts."""
+    k, adapter_k = protocol.k, protocol.adapter_k
+    return {
+        "base": Arm(name, False, None, 0),
+        "base_retrieval": Arm(name, False, None, k),
+        "task": Arm(name, True, None, adapter_k),
+        "task_retrieval": Arm(name, True, None, k),
+        "user": Arm(name, True, "own", adapter_k),
+        "cross_user": Arm(name, True, "donor", adapter_k),
+    }[name]
+
+
+# Which arm is compared with which. `user` against `cross_user` is the personal part of the gain:
+# what a stranger's adapter also gives (longer training, repaired quantization) is not personal.
+COMPARISONS = (
+    ("base_retrieval", "base"),
+    ("task", "base"),
+    ("task_retrieval", "base_retrieval"),
+    ("user", "task"),
+    ("cross_user", "task"),
+    ("user", "cross_user"),
+)
+
+
+def donors(user_ids: Sequence[str], seed: int) -> dict[str, str]:
+    """For each user the donor whose adapter the cross-user control serves them with.
+
+    A seeded derangement: the users in the order of their seeds, each served by the next.
+
+    Args:
+        user_ids: at least two, all different.
+        seed: the run's.
+    """
+    circle = sorted(user_ids, key=lambda user_id: (user_seed(seed, user_id), user_id))
+    return dict(zip(circle, circle[1:] + circle[:1], strict=True))

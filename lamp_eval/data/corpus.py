@@ -1,0 +1,157 @@
+"""A corpus: the users to evaluate, and the users the task adapter is trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from lamp_eval.config import DataConfig
+from lamp_eval.errors import UserError, raise_if_any
+from lamp_eval.records import User
+from lamp_eval.tasks import Task
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a run evaluates on.
+
+    Attributes:
+        users: the users to evaluate, in the order of the file.
+        task_users: the users whose examples train the task adapter.
+        task_users_origin: `others` if those are different people; `evaluated` if they are the
+            evaluated users themselves, of whom only the histories are used, never a query.
+        synthetic: True if the texts were generated.
+        checksum: SHA-256 over all users, histories, queries and golds that the run uses.
+        files: SHA-256 of each file read, by path.
+    """
+
+    users: tuple[User, ...]
+    task_users: tuple[User, ...]
+    task_users_origin: str
+    synthetic: bool
+    checksum: str
+    files: dict[str, str]
+
+
+def load_corpus(task: Task, data: DataConfig) -> Corpus:
+    """Reads or generates the users of a run, checks them, and keeps the newest of each.
+
+    Raises:
+        UserError: with all problems found in the input.
+    """
+    from lamp_eval.data import oppu, sample
+
+    if data.source == "sample":
+        users, task_users = sample.generate(task, data)
+        origin, files = "others", {}
+    else:
+        users, task_users, files = oppu.read(task, data)
+        origin = "others" if task_users else "evaluated"
+    users = tuple(_newest(user, data) for user in users[: data.max_users])
+    if origin == "evaluated":
+        task_users = users
+    check_users(users, task)
+    return Corpus(
+        users, task_users, origin, data.source == "sample", _checksum(users, task_users), files
+    )
+
+
+def check_users(users: Sequence[User], task: Task) -> None:
+    """Raises `UserError` with every problem that would spoil a result.
+
+    An empty history is not a problem: such users are counted and served by the task arm.
+    """
+    problems = [
+        UserError(
+            expected="each user once",
+            found=f"{count} users with this id",
+            where=f"user {user_id!r}",
+            fix="merge them, or give them different ids",
+        )
+        for user_id, count in Counter(user.id for user in users).items()
+        if count > 1
+    ]
+    if not users:
+        problems.append(
+            UserError(
+                expected="at least one user",
+                found="none",
+                where="the data",
+                fix="check data.dir and data.max_users",
+            )
+        )
+    query_owner: dict[str, str] = {}
+    for user in users:
+        if not user.queries:
+            problems.append(
+                UserError(
+                    expected="at least one query",
+                    found="none",
+                    where=f"user {user.id!r}, field 'query'",
+                    fix="add queries or remove the user",
+                )
+            )
+        for query in user.queries:
+            where = f"user {user.id!r}, query {query.id!r}"
+            if query.id in query_owner:
+                problems.append(
+                    UserError(
+                        expected="each query id once",
+                        found=f"it also belongs to user {query_owner[query.id]!r}",
+                        where=f"{where}, field 'id'",
+                        fix="make the ids unique",
+                    )
+                )
+            query_owner[query.id] = user.id
+            if query.gold not in task.labels:
+                problems.append(_bad_label(query.gold, f"{where}, field 'gold'", task))
+            if task.oppu.input_marker not in query.input:
+                problems.append(
+                    UserError(
+                        expected=f"the text {task.oppu.input_marker!r}, after which the item starts",
+                        found=repr(query.input[:80]),
+                        where=f"{where}, field 'input'",
+                        fix=f"check that this is a file of the task {task.name}",
+                    )
+                )
+        for position, record in enumerate(user.history):
+            if record.fields[task.gold_field] not in task.labels:
+                where = f"user {user.id!r}, record {position}, field {task.gold_field!r}"
+                problems.append(_bad_label(record.fields[task.gold_field], where, task))
+    raise_if_any(problems)
+
+
+def _bad_label(found: str, where: str, task: Task) -> UserError:
+    return UserError(
+        expected=f"one of {', '.join(task.labels)}",
+        found=repr(found),
+        where=where,
+        fix="correct the label, or choose the task the file belongs to",
+    )
+
+
+def _newest(user: User, data: DataConfig) -> User:
+    """The user with at most `max_records` newest records and `max_queries` newest queries."""
+    history, queries = user.history, user.queries
+    if data.max_records is not None:
+        history = history[-data.max_records :] if data.max_records else ()
+    if data.max_queries is not None:
+        queries = queries[-data.max_queries :]
+    return replace(user, history=history, queries=queries)
+
+
+def _checksum(*groups: Iterable[User]) -> str:
+    digest = hashlib.sha256()
+    for group in groups:
+        for user in group:
+            row = [
+                user.id,
+                [dict(record.fields) for record in user.history],
+                [[query.id, query.input, query.gold] for query in user.queries],
+            ]
+            digest.update(json.dumps(row, sort_keys=True).encode())
+        digest.update(b"\n")
+    return digest.hexdigest()

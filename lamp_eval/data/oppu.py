@@ -1,0 +1,148 @@
+"""The released per-user format of OPPU: `user_top_100_history.json` and `user_others.json`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from lamp_eval.config import DataConfig
+from lamp_eval.errors import UserError, raise_if_any
+from lamp_eval.records import Query, Record, User
+from lamp_eval.tasks import Task
+
+EVALUATED = "user_top_100_history.json"
+OTHERS = "user_others.json"
+
+
+def read(task: Task, data: DataConfig) -> tuple[tuple[User, ...], tuple[User, ...], dict[str, str]]:
+    """Reads the users of a task.
+
+    The files lie in `data.dir` itself or in its folder named after the task.
+
+    Returns:
+        The evaluated users; the other users, on whom the task adapter is trained (empty if
+        `data.task_users` says so or, with `auto`, if there is no such file); the SHA-256 of
+        each file.
+
+    Raises:
+        UserError: the directory or a file is missing, is not JSON, or lacks a field.
+    """
+    if data.dir is None:
+        raise UserError(
+            expected="a directory with the released per-user files",
+            found="no data.dir",
+            where="option data.dir",
+            fix="give data.dir=…, or use data=sample",
+        )
+    root = Path(data.dir)
+    folder = next((f for f in (root / task.name, root) if (f / EVALUATED).is_file()), None)
+    if folder is None:
+        raise UserError(
+            expected=f"{EVALUATED} in {root / task.name} or {root}",
+            found="no such file" if root.is_dir() else f"{root} is not a directory",
+            where="option data.dir",
+            fix=f"point data.dir at the folder that holds {task.name}/{EVALUATED}",
+        )
+    users, digest = _read_file(folder / EVALUATED, task)
+    files = {str(folder / EVALUATED): digest}
+    others: tuple[User, ...] = ()
+    if data.task_users == "others" or (
+        data.task_users == "auto" and (folder / OTHERS).is_file()
+    ):
+        others, files[str(folder / OTHERS)] = _read_file(folder / OTHERS, task)
+        evaluated = {user.id for user in users}
+        raise_if_any(
+            [
+                UserError(
+                    expected="users who are not evaluated",
+                    found="a user who is also evaluated",
+                    where=f"{folder / OTHERS}, user {user.id!r}",
+                    fix="remove the user from this file: the task adapter must not see them",
+                )
+                for user in others
+                if user.id in evaluated
+            ]
+        )
+    return users, others, files
+
+
+def _read_file(path: Path, task: Task) -> tuple[tuple[User, ...], str]:
+    try:
+        content = path.read_bytes()
+        rows = json.loads(content)
+    except OSError as error:
+        raise UserError(
+            expected="a readable file",
+            found=error.strerror or str(error),
+            where=str(path),
+            fix="check the path and its permissions",
+        ) from error
+    except ValueError as error:  # JSON and UTF-8 errors
+        raise UserError(
+            expected="a JSON list of users",
+            found=f"not JSON: {error}",
+            where=str(path),
+            fix="download the file again; it may be cut short",
+        ) from error
+    if not isinstance(rows, list):
+        raise UserError(
+            expected="a JSON list of users",
+            found=f"a JSON {type(rows).__name__}",
+            where=str(path),
+            fix="check that this is a file of the per-user format",
+        )
+    problems: list[UserError] = []
+    users = tuple(_user(row, i, path, task, problems) for i, row in enumerate(rows))
+    raise_if_any(problems)
+    return users, hashlib.sha256(content).hexdigest()
+
+
+def _user(row: Any, index: int, path: Path, task: Task, problems: list[UserError]) -> User:
+    """One user; what is missing or of the wrong type is appended to `problems`."""
+
+    def text(item: Any, name: str, where: str) -> str:
+        value = item.get(name) if isinstance(item, dict) else None
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            problems.append(
+                UserError(
+                    expected="a string or an integer",
+                    found="nothing" if value is None else f"{type(value).__name__} {value!r:.60}",
+                    where=f"{path}, {where}, field {name!r}",
+                    fix="add the field to the file",
+                )
+            )
+            return ""
+        return str(value)
+
+    def items(name: str, where: str) -> list[Any]:
+        value = row.get(name) if isinstance(row, dict) else None
+        if not isinstance(value, list):
+            problems.append(
+                UserError(
+                    expected="a list",
+                    found="nothing" if value is None else type(value).__name__,
+                    where=f"{path}, {where}, field {name!r}",
+                    fix="add the field to the file",
+                )
+            )
+            return []
+        return value
+
+    user_id = text(row, "user_id", f"user {index}")
+    where = f"user {user_id or index!r}"
+    history = tuple(
+        Record(
+            {
+                name: text(item, name, f"{where}, record {i}")
+                for name in (task.text_field, task.gold_field)
+            }
+        )
+        for i, item in enumerate(items("profile", where))
+    )
+    queries = tuple(
+        Query(*(text(item, name, f"{where}, query {i}") for name in ("id", "input", "gold")))
+        for i, item in enumerate(items("query", where))
+    )
+    return User(user_id, history, queries)

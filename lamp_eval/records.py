@@ -1,0 +1,88 @@
+"""The records that flow through the pipeline. All are frozen: no stage changes what another reads."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One past item of a user, e.g. `{"description": …, "tag": …}`; the task names the fields."""
+
+    fields: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One question: `input` is the benchmark's own string, `gold` the right answer."""
+
+    id: str
+    input: str
+    gold: str
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """One person: `history` oldest first, and the queries asked of the model on their behalf."""
+
+    id: str
+    history: tuple[Record, ...]
+    queries: tuple[Query, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A training example as token ids: `tokens[answer_start:]` is the answer and its EOS.
+
+    Only `tokens[answer_start:]` is supervised; `0 < answer_start < len(tokens)`.
+    """
+
+    tokens: tuple[int, ...]
+    answer_start: int
+
+    @property
+    def n_supervised_tokens(self) -> int:
+        """Tokens that carry loss: the answer and the end-of-sequence token."""
+        return len(self.tokens) - self.answer_start
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to answer: exact token ids, and whose query it is."""
+
+    user_id: str
+    query_id: str
+    prompt: tuple[int, ...]
+    gold: str
+    n_cut_words: int = 0
+
+    @property
+    def prompt_hash(self) -> str:
+        """First 16 hex digits of the SHA-256 of the prompt's token ids."""
+        return hashlib.sha256(",".join(map(str, self.prompt)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What an arm answered to one query, and how it was scored."""
+
+    arm: str
+    user_id: str
+    query_id: str
+    prompt_hash: str
+    output: str
+    gold: str
+    donor_id: str | None = None
+    finished: bool = True  # False: cut off by the limit of new tokens
+    scores: Mapping[str, float | None] = field(default_factory=dict)
+
+
+def n_common_tokens(prompts: Sequence[Sequence[int]]) -> int:
+    """Length of the prompts' common beginning; each prompt keeps at least one token of its own."""
+    if not prompts:
+        return 0
+    shortest = min(len(prompt) for prompt in prompts)
+    return min(len(os.path.commonprefix([list(prompt) for prompt in prompts])), shortest - 1)

@@ -1,0 +1,154 @@
+"""What a run leaves behind: `run.json`, predictions, per-user results and leaderboards."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lamp_eval.records import Prediction
+
+RUN_FILE = "run.json"
+LEADERBOARD_COLUMNS = (
+    "task", "arm", "reference", "metric", "higher_is_better", "n_users", "n_queries", "value",
+    "reference_value", "delta", "ci_low", "ci_high", "delta_u", "ci_u_low", "ci_u_high", "p",
+    "query_wins", "query_ties", "query_losses", "user_wins", "user_ties", "user_losses", "improves",
+    "failed_parse_rate", "cut_rate", "model", "quantization", "blocks", "rank", "protocol",
+    "decoding", "retrieval", "k", "seed", "synthetic", "task_users", "commit", "run",
+)  # fmt: skip
+
+
+class StageRecord(BaseModel):
+    """One stage output: its folder, whether it was there already, and how long it took."""
+
+    model_config = ConfigDict(extra="forbid")
+    stage: str
+    what: str
+    path: str
+    reused: bool
+    seconds: float
+
+
+class RunRecord(BaseModel):
+    """All that is needed to judge, compare and repeat a run."""
+
+    model_config = ConfigDict(extra="forbid")
+    schema_version: int = 1
+    name: str
+    started_at: str
+    seconds: float
+    config: dict[str, Any]
+    overrides: list[str]
+    versions: dict[str, str]
+    commit: str | None
+    dirty: bool | None
+    device: dict[str, str]
+    model_origin: str
+    model_fingerprint: str
+    data_checksum: str
+    data_files: dict[str, str]
+    synthetic: bool
+    task_users_origin: str
+    n_users: int
+    n_queries: int
+    n_task_users: int
+    users_without_history: list[str]
+    donors: dict[str, str]
+    seeds: dict[str, int]
+    parity_error: dict[str, float]
+    failed_parses: dict[str, int]
+    cut_words: dict[str, int]
+    stages: list[StageRecord]
+    seconds_by_stage: dict[str, float]
+    peak_memory_bytes: int
+    leaderboard: list[dict[str, Any]]
+
+
+def write_run(
+    run_dir: Path,
+    record: RunRecord,
+    predictions: Mapping[str, Sequence[Prediction]],
+    users: Sequence[Mapping[str, Any]],
+) -> None:
+    """Writes all files of a run; `run.json` last, which makes the run a finished one.
+
+    Args:
+        run_dir: the run's folder; made if it is not there.
+        record: the run record.
+        predictions: of each arm.
+        users: rows of `users.csv`; all with the same columns, at least one.
+    """
+    (run_dir / "predictions").mkdir(parents=True, exist_ok=True)
+    for arm, rows in predictions.items():
+        lines = [json.dumps(_prediction_row(row), ensure_ascii=False) + "\n" for row in rows]
+        _write(run_dir / "predictions" / f"{arm}.jsonl", lines)
+    _write_csv(run_dir / "users.csv", tuple(users[0]), users)
+    _write_csv(run_dir / "leaderboard.csv", LEADERBOARD_COLUMNS, record.leaderboard)
+    _write(run_dir / RUN_FILE, [record.model_dump_json(indent=2) + "\n"])
+
+
+def rebuild_leaderboard(output_dir: Path) -> tuple[Path, list[str]]:
+    """Writes `leaderboard.csv` from all finished runs below a folder.
+
+    Returns:
+        The file, and a line for each `run.json` that could not be read.
+    """
+    rows: list[dict[str, Any]] = []
+    unreadable = []
+    for path in find_runs(output_dir):
+        try:
+            rows += RunRecord.model_validate_json(path.read_bytes()).leaderboard
+        except (ValidationError, OSError) as error:
+            unreadable.append(f"{path}: {str(error).splitlines()[0]}")
+    path = output_dir / "leaderboard.csv"
+    _write_csv(path, LEADERBOARD_COLUMNS, rows)
+    return path, unreadable
+
+
+def find_runs(output_dir: Path) -> list[Path]:
+    """The `run.json` of all finished runs: `<experiment>/<time>[/<job of a sweep>]/run.json`."""
+    experiments = [p for p in sorted(output_dir.iterdir()) if p.is_dir() and p.name != "stages"]
+    return [
+        path
+        for experiment in experiments
+        for pattern in (f"*/{RUN_FILE}", f"*/*/{RUN_FILE}")
+        for path in sorted(experiment.glob(pattern))
+    ]
+
+
+def _prediction_row(prediction: Prediction) -> dict[str, Any]:
+    return {
+        "query_id": prediction.query_id,
+        "user_id": prediction.user_id,
+        "donor_id": prediction.donor_id,
+        "prompt_hash": prediction.prompt_hash,
+        "output": prediction.output,
+        "gold": prediction.gold,
+        "finished": prediction.finished,
+        "scores": dict(prediction.scores),
+    }
+
+
+def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Full precision, an absent value is empty."""
+    with tempfile.NamedTemporaryFile(
+        "w", newline="", encoding="utf-8", dir=path.parent, prefix=".partial-", delete=False
+    ) as file:
+        writer = csv.DictWriter(file, columns, restval="", extrasaction="raise")
+        writer.writeheader()
+        writer.writerows(rows)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def _write(path: Path, lines: Iterable[str]) -> None:
+    partial = path.with_name(f".partial-{path.name}")
+    with partial.open("w", encoding="utf-8") as file:
+        file.writelines(lines)
+    os.replace(partial, path)

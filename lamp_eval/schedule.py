@@ -1,0 +1,24 @@
+"""The learning-rate schedules of both stages."""
+
+from __future__ import annotations
+
+import math
+
+
+def learning_rate_factor(step: int, n_steps: int, warmup_ratio: float, schedule: str) -> float:
+    """The factor on the peak learning rate at a step, as in transformers.
+
+    Args:
+        step: 0 … n_steps − 1. Counted from 0, so that with any warm-up step 0 has factor 0.
+        n_steps: optimizer steps of the whole run.
+        warmup_ratio: share of the steps with a linear rise, rounded up.
+        schedule: `linear` or `cosine`, both down to 0.
+
+    Returns:
+        A number in [0, 1].
+    """
+    n_warmup = math.ceil(warmup_ratio * n_steps)
+    if step < n_warmup:
+        return step / n_warmup
+    progress = (step - n_warmup) / max(1, n_steps - n_warmup)
+    return 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress

@@ -1,0 +1,10 @@
+"""Seeds that depend on the user alone, never on the order of users or on what ran before."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def user_seed(seed: int, user_id: str) -> int:
+    """A 32-bit seed from the run's seed and a user's id."""
+    return int.from_bytes(hashlib.sha256(f"{seed}\0{user_id}".encode()).digest()[:4], "big")

@@ -1,0 +1,47 @@
+"""LaMP-2M, personalized movie tagging: which of 15 tags would this user give the movie?"""
+
+from lamp_eval.tasks.task import OppuPrompts, Task
+
+_QUESTION = (
+    "Which tag does this movie relate to among the following tags? "
+    "Just answer with the tag name without further explanation."
+)
+_TAGS = (
+    " tags: [sci-fi, based on a book, comedy, action, twist ending, dystopia, dark comedy, "
+    "classic, psychology, fantasy, romance, thought-provoking, social commentary, violence, "
+    "true story]"
+)
+
+TASK = Task(
+    name="movie_tagging",
+    lamp_id="LaMP_2M",
+    text_field="description",
+    gold_field="tag",
+    labels=(
+        "sci-fi",
+        "based on a book",
+        "comedy",
+        "action",
+        "twist ending",
+        "dystopia",
+        "dark comedy",
+        "classic",
+        "psychology",
+        "fantasy",
+        "romance",
+        "thought-provoking",
+        "social commentary",
+        "violence",
+        "true story",
+    ),
+    ordinal=False,
+    max_new_tokens=10,
+    oppu=OppuPrompts(
+        query_prompt=_QUESTION + _TAGS + "\n description: {} tag:",
+        record_prompt=_QUESTION + _TAGS + "\n description: {description} tag:",
+        retrieval_history="description: {description} tag: {tag}\n",
+        retrieval_query_train=_QUESTION + "\n description: {description}",
+        retrieval_query_test=_QUESTION + "\n description: {}",
+        input_marker="] description: ",
+    ),
+)

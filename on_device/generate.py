@@ -1,0 +1,131 @@
+"""Greedy generation, batched, with the prompts' common beginning computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache, KVCache
+
+from lamp_eval.errors import UserError
+from lamp_eval.records import n_common_tokens
+from on_device.model import DeviceModel
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Generated token ids without EOS; `finished` is False if the limit cut the answer off."""
+
+    tokens: tuple[int, ...]
+    finished: bool
+
+
+def generate(
+    device_model: DeviceModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    eos_token_id: int,
+    batch_size: int,
+    on_batch: Callable[[int], None] = lambda n_prompts: None,
+) -> list[Answer]:
+    """Answers each prompt greedily; batched answers equal those of one prompt at a time.
+
+    Args:
+        device_model: a model; its adapter, if it has one, is in effect.
+        prompts: token ids, none empty.
+        max_new_tokens: per prompt, EOS included.
+        eos_token_id: ends an answer.
+        batch_size: prompts computed together; prompts of similar length share a batch.
+        on_batch: called with the number of prompts just answered.
+
+    Returns:
+        One answer per prompt, in the order of `prompts`.
+
+    Raises:
+        UserError: the model's attention cache cannot be batched.
+    """
+    answers: dict[int, Answer] = {}
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    n_common = n_common_tokens(prompts)
+    prefix = _prefill(device_model, prompts[0][:n_common]) if n_common else None
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        found = _answer_batch(
+            device_model,
+            prefix,
+            [prompts[i][n_common:] for i in rows],
+            max_new_tokens,
+            eos_token_id,
+        )
+        answers.update(zip(rows, found, strict=True))
+        on_batch(len(rows))
+    return [answers[i] for i in range(len(prompts))]
+
+
+def _prefill(device_model: DeviceModel, tokens: Sequence[int]) -> list[KVCache]:
+    cache = _new_cache(device_model)
+    device_model.model.model(mx.array(tokens)[None], cache=cache)
+    mx.eval([c.state for c in cache])
+    return cache
+
+
+def _new_cache(device_model: DeviceModel) -> list[KVCache]:
+    model = device_model.model
+    cache = model.make_cache() if hasattr(model, "make_cache") else [KVCache() for _ in model.layers]
+    if not all(isinstance(c, KVCache) for c in cache):
+        raise UserError(
+            expected="a model with full attention in every block",
+            found=f"{sorted({type(c).__name__ for c in cache})}",
+            where=type(model).__module__,
+            fix="choose another model",
+        )
+    return cache
+
+
+def _answer_batch(
+    device_model: DeviceModel,
+    prefix: list[KVCache] | None,
+    suffixes: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    eos_token_id: int,
+) -> list[Answer]:
+    n_rows, length = len(suffixes), max(len(suffix) for suffix in suffixes)
+    padding = [length - len(suffix) for suffix in suffixes]
+    tokens = mx.array([[*suffix, *[0] * pad] for suffix, pad in zip(suffixes, padding, strict=True)])
+    # Right-padded for the prompt; `finalize` then rolls the padding in front of each row.
+    cache = [
+        BatchKVCache.merge([c] * n_rows) if prefix else BatchKVCache([0] * n_rows)
+        for c in prefix or device_model.blocks
+    ]
+    for c in cache:
+        c.prepare(right_padding=padding)
+    states = device_model.model.model(tokens, cache=cache)  # (B, T, D)
+    last = mx.array([len(suffix) - 1 for suffix in suffixes])
+    states = mx.take_along_axis(states, last[:, None, None], axis=1)  # (B, 1, D)
+    for c in cache:
+        c.finalize()
+
+    answers: list[list[int]] = [[] for _ in suffixes]
+    open_rows = list(range(n_rows))  # the row of `cache` → the row of `answers`
+    finished = [False] * n_rows
+    for n_new in range(1, max_new_tokens + 1):
+        next_tokens = mx.argmax(device_model.head(states[:, -1]), axis=-1)
+        mx.eval(next_tokens, [c.state[:2] for c in cache])
+        keep = []
+        for position, token in enumerate(next_tokens.tolist()):
+            if token == eos_token_id:
+                finished[open_rows[position]] = True
+            else:
+                answers[open_rows[position]].append(token)
+                keep.append(position)
+        if not keep or n_new == max_new_tokens:
+            break
+        if len(keep) < len(open_rows):
+            open_rows = [open_rows[position] for position in keep]
+            next_tokens = next_tokens[mx.array(keep)]
+            for c in cache:
+                c.filter(mx.array(keep))
+        states = device_model.model.model(next_tokens[:, None], cache=cache)
+    return [Answer(tuple(a), f) for a, f in zip(answers, finished, strict=True)]

@@ -1,0 +1,223 @@
+"""A quantized base with a LoRA adapter that is exchanged from user to user."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import dequantize_model, load_model
+
+from lamp_eval.config import UserAdapterConfig, n_adapted_blocks
+from lamp_eval.errors import UserError
+
+WEIGHTS = "adapters.safetensors"  # the file names of mlx-lm's adapter format
+CONFIG = "adapter_config.json"
+
+
+class DeviceModel:
+    """A base loaded once; user adapters are set, trained and taken off without reloading it.
+
+    On a GPU the layers stay packed. On the CPU, where MLX's quantized product is scalar and
+    accumulates in the activation's dtype, they are dequantized once to float32: the same 4-bit
+    values, multiplied densely.
+
+    Args:
+        base_dir: an MLX checkpoint.
+        recipe: which blocks and projections carry LoRA, its rank and scale; None: no adapter.
+
+    Raises:
+        UserError: the recipe does not fit the model, or the architecture is not supported.
+    """
+
+    def __init__(self, base_dir: Path, recipe: UserAdapterConfig | None = None) -> None:
+        self.model, _ = load_model(base_dir)
+        if mx.default_device() == mx.cpu:
+            self.model.set_dtype(mx.float32)
+            self.model = dequantize_model(self.model)
+        self.model.eval()
+        self.model.freeze()
+        inner = self.model.model
+        if not all(hasattr(inner, name) for name in ("embed_tokens", "layers", "norm")):
+            raise UserError(
+                expected="a decoder with embed_tokens, layers and norm (Llama, SmolLM3, Qwen …)",
+                found=type(self.model).__module__,
+                where=str(base_dir),
+                fix="choose another model",
+            )
+        self.blocks: list[nn.Module] = inner.layers
+        self.first_adapted_block = len(self.blocks)
+        if recipe is not None:
+            self._attach(recipe)
+        self._check_forward()
+
+    def hidden(self, tokens: mx.array) -> mx.array:
+        """Normed states (B, T, D) of token ids (B, T) without padding."""
+        return self.model.model.norm(self.run_blocks(self.model.model.embed_tokens(tokens), 0))
+
+    def run_blocks(
+        self,
+        states: mx.array,
+        first: int,
+        caches: Sequence[Any] | None = None,
+        *,
+        last: int | None = None,
+        checkpoint: bool = False,
+    ) -> mx.array:
+        """States (B, T, D) after the blocks `first` … `last` − 1, causal; no padding in front.
+
+        Args:
+            states: (B, T, D).
+            first: the first block to run.
+            caches: per block run, the keys and values in front of T, in mlx-lm's form.
+            last: one past the last block; None: to the end.
+            checkpoint: recompute each block in the backward pass.
+        """
+        blocks = self.blocks[first:last]
+        if not blocks:
+            return states
+        n_before = caches[0].offset if caches else 0
+        mask: str | mx.array | None = None
+        if n_before:
+            mask = create_causal_mask(states.shape[1], n_before)
+        elif states.shape[1] > 1:
+            mask = "causal"
+        for block, cache in zip(blocks, caches or [None] * len(blocks), strict=True):
+            if checkpoint:
+                states = _recomputed(block, states, mask, cache)
+            else:
+                states = block(states, mask, cache)
+        return states
+
+    def head(self, states: mx.array) -> mx.array:
+        """Logits (…, V) of normed states (…, D)."""
+        if "lm_head" in self.model:
+            return self.model.lm_head(states)
+        return self.model.model.embed_tokens.as_linear(states)
+
+    # The adapter
+
+    def adapter(self) -> dict[str, mx.array]:
+        """The adapter's tensors by their name in the model."""
+        return dict(tree_flatten(self.model.trainable_parameters()))
+
+    def set_adapter(self, tensors: dict[str, mx.array]) -> None:
+        """Replaces the adapter's tensors."""
+        self.model.update(tree_unflatten(list(tensors.items())))
+
+    def reset_adapter(self, seed: int) -> None:
+        """A fresh adapter: A uniform in ±1/√fan_in as in PEFT and mlx-lm, B zero.
+
+        With B zero the model answers exactly like its base.
+        """
+        key = mx.random.key(seed)
+        tensors = {}
+        for name, old in sorted(self.adapter().items()):
+            if name.endswith("lora_a"):
+                key, own = mx.random.split(key)
+                bound = old.shape[0] ** -0.5
+                tensors[name] = mx.random.uniform(-bound, bound, old.shape, key=own)
+            else:
+                tensors[name] = mx.zeros(old.shape)
+        self.set_adapter(tensors)
+
+    def save_adapter(self, adapter_dir: Path, recipe: UserAdapterConfig) -> None:
+        """Writes the adapter in mlx-lm's format."""
+        mx.save_safetensors(str(adapter_dir / WEIGHTS), self.adapter(), {"format": "mlx"})
+        config = {
+            "fine_tune_type": "lora",
+            "num_layers": len(self.blocks) - self.first_adapted_block,
+            "lora_parameters": _lora_parameters(recipe, self.blocks),
+        }
+        (adapter_dir / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+    def load_adapter(self, adapter_dir: Path) -> None:
+        """Sets a saved adapter.
+
+        Raises:
+            UserError: a tensor is missing, unknown or of another shape, or all of B is zero, so
+                that the adapter would change nothing.
+        """
+        path = adapter_dir / WEIGHTS
+        tensors = mx.load(str(path))
+        shapes = {name: tuple(old.shape) for name, old in self.adapter().items()}
+        found = {name: tuple(new.shape) for name, new in tensors.items()}
+        if shapes != found:
+            odd = sorted(name for name in shapes | found if shapes.get(name) != found.get(name))
+            raise UserError(
+                expected=f"{len(shapes)} tensors, among them {odd[0]}: {shapes.get(odd[0])}",
+                found=f"{len(found)} tensors, {odd[0]}: {found.get(odd[0], 'missing')}",
+                where=str(path),
+                fix="delete this folder; the adapter is then trained again",
+            )
+        if not any(mx.any(t != 0).item() for name, t in tensors.items() if name.endswith("b")):
+            raise UserError(
+                expected="an adapter that changes the model's output",
+                found="B is zero in every layer",
+                where=str(path),
+                fix="check adapter.user.learning_rate, delete this folder and train again",
+            )
+        self.set_adapter(tensors)
+
+    def _attach(self, recipe: UserAdapterConfig) -> None:
+        n_blocks = n_adapted_blocks(recipe.blocks, len(self.blocks))
+        self.first_adapted_block = len(self.blocks) - n_blocks
+        parameters = _lora_parameters(recipe, self.blocks)
+        known = {name.rsplit(".", 1)[-1] for name, _ in self.blocks[0].named_modules()}
+        missing = [name for name in recipe.projections if name not in known]
+        if missing:
+            raise UserError(
+                expected="projections of the model: "
+                + ", ".join(sorted(name for name in known if name.endswith("_proj"))),
+                found=", ".join(missing),
+                where="option adapter.user.projections",
+                fix="name projections that the model has",
+            )
+        linear_to_lora_layers(self.model, n_blocks, parameters)
+        for block in self.blocks[self.first_adapted_block :]:
+            block.unfreeze(keys=["lora_a", "lora_b"], strict=False)
+        self.reset_adapter(0)
+
+    def _check_forward(self) -> None:
+        """Our walk over the blocks must be the model's own, whatever its architecture."""
+        tokens = mx.arange(1, 9)[None]
+        ours, theirs = self.head(self.hidden(tokens)), self.model(tokens)
+        error = mx.abs(ours - theirs).max() / mx.abs(theirs).max()
+        if not error.item() < 1e-3:
+            raise UserError(
+                expected="a decoder whose blocks can be run one after the other",
+                found=f"logits that differ by {error.item():.1%}",
+                where=type(self.model).__module__,
+                fix="choose another model",
+            )
+
+
+def _lora_parameters(recipe: UserAdapterConfig, blocks: Sequence[nn.Module]) -> dict[str, Any]:
+    """The recipe in mlx-lm's words. Its `scale` is α/r: α itself would be r times too strong."""
+    paths = [
+        name
+        for name, _ in blocks[-1].named_modules()
+        if name.rsplit(".", 1)[-1] in recipe.projections
+    ]
+    return {
+        "rank": recipe.rank,
+        "scale": recipe.alpha / recipe.rank,
+        "dropout": 0.0,
+        "keys": sorted(paths),
+    }
+
+
+def _recomputed(block: nn.Module, states: mx.array, mask: Any, cache: Any) -> mx.array:
+    """A block whose activations are computed again in the backward pass instead of being kept."""
+
+    def run(parameters: dict[str, Any], states: mx.array) -> mx.array:
+        block.update(parameters)
+        return block(states, mask, cache)
+
+    return mx.checkpoint(run)(block.trainable_parameters(), states)

@@ -1,0 +1,184 @@
+"""Stage 1: one LoRA adapter over many users (transformers + peft), loss on the answer only."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from lamp_eval.config import TaskAdapterConfig
+from lamp_eval.errors import UserError
+from lamp_eval.records import Example, n_common_tokens
+from lamp_eval.schedule import learning_rate_factor
+
+IGNORED = -100  # the label of tokens without loss
+
+
+@dataclass(frozen=True)
+class TaskStep:
+    """One optimizer step: its number from 1, mean loss per answer token in nats, and its tokens."""
+
+    step: int
+    n_steps: int
+    loss: float
+    n_tokens: int
+
+
+def torch_device(name: str) -> torch.device:
+    """The device by name; `auto` takes CUDA, then MPS, then the CPU.
+
+    Raises:
+        UserError: the device is not there.
+    """
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        name = next((device for device, there in available.items() if there), "cpu")
+    if not available.get(name, True):
+        raise UserError(
+            expected=f"a {name} device",
+            found="none that torch can use",
+            where="option executor.torch_device",
+            fix="choose executor.torch_device=auto",
+        )
+    return torch.device(name)
+
+
+def n_task_steps(n_examples: int, recipe: TaskAdapterConfig) -> int:
+    """Optimizer steps of the recipe; the last batch of an epoch may be smaller."""
+    steps = recipe.epochs * math.ceil(n_examples / recipe.batch_size)
+    return steps if recipe.max_steps is None else min(steps, recipe.max_steps)
+
+
+def train_task_adapter(
+    model_dir: Path,
+    examples: Sequence[Example],
+    recipe: TaskAdapterConfig,
+    *,
+    seed: int,
+    device: torch.device,
+    adapter_dir: Path,
+    on_step: Callable[[TaskStep], None],
+) -> None:
+    """Trains the task adapter and writes it in PEFT's format.
+
+    Args:
+        model_dir: a transformers checkpoint.
+        examples: token ids with their answer spans; not empty.
+        recipe: rank, projections, optimizer and schedule.
+        seed: of the adapter's initial values, the order of examples and dropout.
+        device: where to train; bfloat16 on CUDA, float32 elsewhere.
+        adapter_dir: an existing, empty directory.
+        on_step: called after each optimizer step.
+
+    Raises:
+        UserError: the loss is not finite, or a projection does not exist.
+    """
+    torch.manual_seed(seed)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(device)
+    names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+    missing = [name for name in recipe.projections if name not in names]
+    if missing:
+        raise UserError(
+            expected="projections of the model: "
+            + ", ".join(sorted(name for name in names if name.endswith("_proj"))),
+            found=", ".join(missing),
+            where="option adapter.task.projections",
+            fix="name projections that the model has",
+        )
+    model = get_peft_model(
+        model,
+        LoraConfig(
+            r=recipe.rank,
+            lora_alpha=recipe.alpha,
+            lora_dropout=recipe.dropout,
+            target_modules=list(recipe.projections),
+            task_type="CAUSAL_LM",
+        ),
+    )
+    model.train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        parameters, lr=recipe.learning_rate, weight_decay=recipe.weight_decay
+    )
+    n_steps = n_task_steps(len(examples), recipe)
+    for step, batch in enumerate(_batches(examples, recipe.batch_size, n_steps, seed)):
+        factor = learning_rate_factor(step, n_steps, recipe.warmup_ratio, recipe.schedule)
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * factor
+        loss = _loss(model, batch, device)
+        if not torch.isfinite(loss):
+            raise UserError(
+                expected="a finite loss",
+                found=f"{loss.item()} at step {step + 1} of {n_steps}",
+                where="stage 1, the task adapter",
+                fix="lower adapter.task.learning_rate",
+            )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, recipe.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        on_step(TaskStep(step + 1, n_steps, loss.item(), sum(len(e.tokens) for e in batch)))
+    model.save_pretrained(adapter_dir)
+
+
+def _batches(
+    examples: Sequence[Example], batch_size: int, n_steps: int, seed: int
+) -> list[list[Example]]:
+    """The batches of all steps; every epoch in an order of its own."""
+    rng = random.Random(seed)
+    batches: list[list[Example]] = []
+    while len(batches) < n_steps:
+        order = rng.sample(range(len(examples)), len(examples))
+        batches += [
+            [examples[i] for i in order[start : start + batch_size]]
+            for start in range(0, len(order), batch_size)
+        ]
+    return batches[:n_steps]
+
+
+def _loss(model: torch.nn.Module, batch: Sequence[Example], device: torch.device) -> torch.Tensor:
+    """Mean cross-entropy over the answer tokens of a batch.
+
+    The prompts' common beginning, most of a short prompt, is computed once and its keys and values
+    are shared by all rows; gradients flow through it from every row. The rest is padded on the
+    left, so all answers end in the last column and the head, a fifth of a small model's work, is
+    computed for the last `n_kept` columns only.
+    """
+    n_common = n_common_tokens([example.tokens[: example.answer_start] for example in batch])
+    length = max(len(example.tokens) for example in batch) - n_common
+    n_kept = max(example.n_supervised_tokens for example in batch) + 1
+    tokens = torch.zeros((len(batch), length), dtype=torch.long)  # (B, T)
+    mask = torch.zeros((len(batch), n_common + length), dtype=torch.long)
+    mask[:, :n_common] = 1
+    labels = torch.full((len(batch), n_kept - 1), IGNORED)  # (B, K − 1)
+    for row, example in enumerate(batch):
+        own = example.tokens[n_common:]
+        tokens[row, length - len(own) :] = torch.tensor(own)
+        mask[row, n_common + length - len(own) :] = 1
+        labels[row, n_kept - 1 - example.n_supervised_tokens :] = torch.tensor(
+            example.tokens[example.answer_start :]
+        )
+    shared = None
+    if n_common:
+        prefix = torch.tensor([batch[0].tokens[:n_common]]).to(device)
+        shared = model(input_ids=prefix, use_cache=True, logits_to_keep=1).past_key_values
+        shared.batch_repeat_interleave(len(batch))
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, n_common:]
+    logits = model(
+        input_ids=tokens.to(device),
+        attention_mask=mask.to(device),
+        position_ids=positions.to(device),
+        past_key_values=shared,
+        logits_to_keep=n_kept,
+        use_cache=shared is not None,
+    ).logits[:, :-1]  # (B, K − 1, V)
+    return torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.to(device).flatten(), ignore_index=IGNORED
+    )

@@ -1,0 +1,16 @@
+"""Fixtures shared by the tests."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def lamp_data() -> Path:
+    """The folder of real test data (see its README.md); tests that need it are skipped without."""
+    beside_the_repository = Path(__file__).resolve().parents[2] / "shared" / "data"
+    path = Path(os.environ.get("LAMP_EVAL_TEST_DATA", beside_the_repository))
+    if not path.is_dir():
+        pytest.skip(f"no test data at {path}; set LAMP_EVAL_TEST_DATA to their folder")
+    return path

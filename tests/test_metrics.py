@@ -1,0 +1,180 @@
+"""Official scoring: golden cases, the arms' metrics, and the published movie predictions."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lamp_eval.errors import UserError
+from lamp_eval.metrics import arm_metrics, score_output
+from lamp_eval.records import Prediction
+from lamp_eval.tasks import TASKS, Task
+
+MOVIES, RATINGS = TASKS["movie_tagging"], TASKS["product_rating"]
+
+
+@pytest.mark.parametrize(
+    ("output", "gold", "correct", "failed_parse"),
+    [
+        ("comedy", "comedy", 1, 0),
+        (" comedy\n", "comedy", 1, 0),
+        ("action", "comedy", 0, 0),
+        ("Comedy", "comedy", 0, 1),
+        ("comedy.", "comedy", 0, 1),
+        ("based on a  book", "based on a book", 0, 1),
+        ("based on a true story", "true story", 0, 1),
+        ("", "comedy", 0, 1),
+    ],
+)
+def test_labels_match_exactly_after_stripping(
+    output: str, gold: str, correct: float, failed_parse: float
+) -> None:
+    assert score_output(MOVIES, output, gold) == {
+        "correct": correct,
+        "failed_parse": failed_parse,
+    }
+
+
+@pytest.mark.parametrize(
+    ("output", "gold", "error", "correct", "failed_parse"),
+    [
+        ("4", "4", 0, 1, 0),
+        (" 4.0\n", "4", 0, 1, 0),
+        ("1", "5", 4, 0, 0),
+        ("great", "3", 2, 0, 1),  # both ends are 2 away; protocol.md's golden case
+        ("4 stars", "5", 4, 0, 1),  # counts as 1; protocol.md's golden case
+        ("great", "1", 4, 0, 1),
+        ("great", "2", 3, 0, 1),
+        ("", "4", 3, 0, 1),
+        ("45", "5", 40, 0, 1),
+        ("1e3", "5", 995, 0, 1),
+        ("4.5", "5", 0.5, 0, 1),
+        ("0", "1", 1, 0, 1),
+        ("nan", "5", 4, 0, 1),
+        ("inf", "5", 4, 0, 1),
+        ("-inf", "2", 3, 0, 1),
+    ],
+)
+def test_ratings_are_read_as_numbers_or_count_as_the_farther_end(
+    output: str, gold: str, error: float, correct: float, failed_parse: float
+) -> None:
+    assert score_output(RATINGS, output, gold) == {
+        "correct": correct,
+        "failed_parse": failed_parse,
+        "absolute_error": error,
+    }
+
+
+@pytest.mark.parametrize(
+    ("task", "gold"), [(MOVIES, "horror"), (MOVIES, "Comedy"), (RATINGS, "6"), (RATINGS, "4.0")]
+)
+def test_a_gold_that_is_no_label_is_an_error(task: Task, gold: str) -> None:
+    # The official evaluator would count "horror" as right for any output that is no label.
+    with pytest.raises(UserError, match=f"found: +'{gold}'"):
+        score_output(task, "horror", gold)
+
+
+def _predictions(*outputs_and_golds: tuple[str, str]) -> list[Prediction]:
+    return [
+        Prediction("task", f"u{i}", f"q{i}", "", output, gold)
+        for i, (output, gold) in enumerate(outputs_and_golds)
+    ]
+
+
+def test_label_metrics_run_over_the_full_label_list() -> None:
+    metrics = arm_metrics(
+        MOVIES,
+        _predictions(
+            (" comedy", "comedy"), ("action", "comedy"), ("action", "action"), ("Horror", "sci-fi")
+        ),
+    )
+    # By hand: F1 is 2/3 for comedy and for action and 0 for the other 13 of 15 labels.
+    assert metrics == pytest.approx(
+        {"accuracy": 0.5, "macro_f1": (2 / 3 + 2 / 3) / 15, "failed_parse_rate": 0.25}, abs=1e-12
+    )
+    assert list(metrics) == [*MOVIES.metrics, "failed_parse_rate"]
+
+
+def test_rating_metrics_use_the_official_value_of_every_output() -> None:
+    metrics = arm_metrics(
+        RATINGS, _predictions(("5", "5"), ("4.0", "3"), ("great", "3"), ("45", "5"))
+    )
+    # By hand: absolute errors 0, 1, 2, 40.
+    assert metrics == pytest.approx(
+        {
+            "mae": 43 / 4,
+            "rmse": math.sqrt((1 + 4 + 1600) / 4),
+            "accuracy": 0.25,
+            "failed_parse_rate": 0.5,
+        },
+        abs=1e-12,
+    )
+    assert list(metrics) == [*RATINGS.metrics, "failed_parse_rate"]
+
+
+def test_an_arm_without_predictions_is_an_error() -> None:
+    with pytest.raises(UserError, match="at least one prediction"):
+        arm_metrics(MOVIES, [])
+
+
+def test_metrics_need_no_network_no_home_and_leave_no_files(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from lamp_eval.metrics import arm_metrics\n"
+        "assert not {'torch', 'transformers', 'mlx'} & set(sys.modules), 'heavy import'\n"
+        "from lamp_eval.records import Prediction\n"
+        "from lamp_eval.tasks import TASKS\n"
+        "prediction = Prediction('task', 'u', 'q', '', '4', '4')\n"
+        "for _ in range(20):\n"
+        "    assert arm_metrics(TASKS['product_rating'], [prediction])['mae'] == 0\n"
+    )
+    work, temporary = tmp_path / "work", tmp_path / "tmp"
+    work.mkdir()
+    temporary.mkdir()
+    environment = {name: value for name, value in os.environ.items() if "CACHE" not in name}
+    environment |= {
+        "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+        "HOME": "/dev/null",  # nothing can be made below it, not even by root
+        "HF_HOME": "/dev/null/huggingface",
+        "HF_HUB_OFFLINE": "1",
+        "TMPDIR": str(temporary),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=work, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert list(work.iterdir()) == []
+    # torch, which evaluate imports, makes a folder of its own.
+    left = [path.name for path in temporary.iterdir() if not path.name.startswith("torch")]
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("predictions_file", "score", "n_right"),
+    [
+        ("preds_movie_tagging_r5q4t.json", "oppu_score", 1610),
+        ("preds_movie_tagging_task_k1_q4.json", "task_score", 1192),
+    ],
+)
+def test_published_movie_predictions_get_their_published_scores(
+    lamp_data: Path, predictions_file: str, score: str, n_right: int
+) -> None:
+    folder = lamp_data / "table8"
+    outputs = json.loads((folder / predictions_file).read_text())
+    golds = json.loads((folder / "movie_tagging_golds.json").read_text())
+    lines = (folder / "score_movie_tagging_r5q4t.pairs.jsonl").read_text().splitlines()
+    published = {pair["id"]: pair[score] for pair in map(json.loads, lines)}
+
+    scored = {
+        query_id: score_output(MOVIES, outputs[query_id], entry["gold"])["correct"]
+        for query_id, entry in golds.items()
+        if entry["gold"] is not None
+    }
+    assert len(scored) == 1690
+    assert scored == {query_id: published[query_id] for query_id in scored}
+    # A query without a known gold is one that no arm got right.
+    assert sum(score or 0 for score in scored.values()) == sum(published.values()) == n_right
