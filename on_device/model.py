@@ -221,3 +221,9 @@ def _recomputed(block: nn.Module, states: mx.array, mask: Any, cache: Any) -> mx
         return block(states, mask, cache)
 
     return mx.checkpoint(run)(block.trainable_parameters(), states)
+
+
+def device_name() -> str:
+    """The device that MLX computes on, e.g. `cpu (x86_64)`."""
+    kind = "cpu" if mx.default_device() == mx.cpu else "gpu"
+    return f"{kind} ({mx.device_info().get('architecture', 'unknown')})"

@@ -1,0 +1,137 @@
+"""The command line: `python -m lamp_eval experiment=movie_tagging_per_user`."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import re
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+from lamp_eval import display
+from lamp_eval.config import RunConfig
+from lamp_eval.errors import UserError
+from lamp_eval.results import RunRecord
+
+_HERE = Path(__file__).resolve().parent
+# In the source tree conf/ stands beside the package; an installed wheel carries it inside.
+CONF_DIR = _HERE.parent / "conf" if (_HERE.parent / "conf").is_dir() else _HERE / "conf"
+
+_finished: list[RunRecord] = []  # the jobs of a sweep, which run one after the other
+console = Console(width=None if sys.stdout.isatty() else 120)
+
+ConfigStore.instance().store("run_config", RunConfig)
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
+def _job(composed: DictConfig) -> None:
+    from lamp_eval.run import run
+
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, RunConfig)
+    hydra_config = HydraConfig.get()
+    run_dir = Path(hydra_config.runtime.output_dir)
+    try:
+        _finished.append(run(config, run_dir, list(hydra_config.overrides.task), console))
+    finally:
+        if run_dir.is_dir() and not any(run_dir.iterdir()):
+            run_dir.rmdir()  # a run that did not finish leaves its stages, but no empty folder
+
+
+def main() -> None:
+    """Runs the command line; exits with 2 after a user's mistake, 130 after Ctrl-C."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on; they are printed here
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    _quiet_libraries()
+    try:
+        _job()
+    except KeyboardInterrupt:
+        console.print("\nstopped. What is finished is kept: the same command continues from there.")
+        os._exit(130)  # without waiting for the threads of torch and MLX
+    except UserError as error:
+        _fail(str(error))
+    except (HydraException, OmegaConfBaseException) as error:
+        _fail(_composition_message(error))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS,
+                               errno.ENOTDIR, errno.EEXIST, errno.EPERM):  # fmt: skip
+            raise
+        _fail(
+            f"in {error.filename or 'the output folder'}\n  expected: a folder to write into, with "
+            f"free space\n  found:    {error.strerror}\n  to do:    free some space or set "
+            "output_dir=…; the same command then continues"
+        )
+    if len(_finished) > 1:
+        rows = [
+            row
+            for record in _finished
+            for row in record.leaderboard
+            if row["metric"] in ("accuracy", "mae")
+        ]
+        shown = [row for row in rows if row["arm"] in ("user", "cross_user")] or rows
+        display.show_leaderboard(
+            console, shown, title=f"sweep: {len(_finished)} runs side by side", with_blocks=True
+        )
+
+
+def _fail(message: str) -> None:
+    print(f"lamp_eval: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _composition_message(error: Exception) -> str:
+    """Hydra's message, with its cause and the option that was probably meant."""
+    cause: BaseException = error
+    while cause.__cause__ is not None and not isinstance(cause, UserError):
+        cause = cause.__cause__
+    if isinstance(cause, UserError):
+        return str(cause)
+    lines = [str(error).strip()]
+    if cause is not error and str(cause).splitlines()[0] not in lines[0]:
+        lines.append(str(cause).splitlines()[0])
+    wrong = re.search(r"override '([\w./]+)|Could not override '([\w.]+)'", lines[0])
+    if wrong:
+        name = next(group for group in wrong.groups() if group)
+        close = difflib.get_close_matches(name, _option_names(), n=3, cutoff=0.6)
+        if close:
+            lines.append(f"did you mean {' or '.join(close)}?")
+    lines.append("to do: python -m lamp_eval --help lists all options")
+    return "\n  ".join(lines)
+
+
+def _option_names() -> list[str]:
+    names: list[str] = []
+
+    def walk(node: DictConfig, prefix: str) -> None:
+        for key in node:
+            names.append(f"{prefix}{key}")
+            child = node._get_node(key)
+            if isinstance(child, DictConfig) and not child._is_missing():
+                walk(child, f"{prefix}{key}.")
+
+    walk(OmegaConf.structured(RunConfig), "")
+    return names
+
+
+def _quiet_libraries() -> None:
+    import warnings
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category)
+
+
+if __name__ == "__main__":
+    main()

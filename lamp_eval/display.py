@@ -1,0 +1,94 @@
+"""What a person sees of a run: the header, the progress bars, the final table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+
+class _SpeedColumn(TextColumn):
+    """Tokens per second of a bar; its `tokens` field counts them."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def render(self, task: Task) -> Text:
+        tokens = task.fields.get("tokens", 0)
+        elapsed = task.finished_time or task.elapsed
+        return Text(f"{tokens / elapsed:6.0f} tokens/s" if tokens and elapsed else "")
+
+
+def progress(console: Console) -> Progress:
+    """Progress bars with tokens per second."""
+    return Progress(
+        TextColumn("{task.description:<40}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        _SpeedColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def duration(seconds: float) -> str:
+    """E.g. `45 s`, `3 min 20 s`, `2 h 05 min`."""
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02d} s"
+    return f"{total // 3600} h {total % 3600 // 60:02d} min"
+
+
+def show_leaderboard(
+    console: Console, rows: Sequence[Mapping[str, Any]], *, title: str, with_blocks: bool = False
+) -> None:
+    """The table of arms: value, Δ and Δᵤ with their intervals, p, wins/ties/losses by user."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    columns = ["arm", "against", "metric", "value", "reference", "Δ [95 %]", "Δᵤ [95 %]", "p",
+               "users +/=/−"]  # fmt: skip
+    for name in (["blocks"] if with_blocks else []) + columns:
+        table.add_column(name, justify="left" if name in ("arm", "against", "metric") else "right")
+    for row in rows:
+        cells = [
+            row["arm"],
+            row["reference"] or "",
+            row["metric"],
+            _number(row["value"]),
+            _number(row["reference_value"]),
+            _interval(row, "delta", "ci_low", "ci_high"),
+            _interval(row, "delta_u", "ci_u_low", "ci_u_high"),
+            "" if row["p"] is None else f"{row['p']:.3f}",
+            ""
+            if row["user_wins"] is None
+            else f"{row['user_wins']}/{row['user_ties']}/{row['user_losses']}",
+        ]
+        style = "bold" if row["arm"] == "user" and row["reference"] == "task" else ""
+        table.add_row(*([str(row["blocks"])] if with_blocks else []), *cells, style=style)
+    console.print(table)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _interval(row: Mapping[str, Any], name: str, low: str, high: str) -> str:
+    if row[name] is None:
+        return ""
+    if row[low] is None:
+        return f"{row[name]:+.3f}"
+    return f"{row[name]:+.3f} [{row[low]:+.3f}, {row[high]:+.3f}]"
