@@ -1,3 +1,3 @@
-"""Does a small adapter trained on one person's own history make a language model better for them?"""
+"""Does a small adapter trained on one person's own history make a model better for them?"""
 
 __version__ = "0.1.0"

@@ -66,11 +66,14 @@ def main() -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS,
                                errno.ENOTDIR, errno.EEXIST, errno.EPERM):  # fmt: skip
             raise
-        _fail(
-            f"in {error.filename or 'the output folder'}\n  expected: a folder to write into, with "
-            f"free space\n  found:    {error.strerror}\n  to do:    free some space or set "
-            "output_dir=…; the same command then continues"
+        where = os.fsdecode(error.filename) if error.filename else "the output folder"
+        problem = UserError(
+            expected="a folder to write into, with free space",
+            found=error.strerror or str(error),
+            where=where,
+            fix="free some space or set output_dir=…; the same command then continues",
         )
+        _fail(str(problem))
     if len(_finished) > 1:
         rows = [
             row
@@ -113,7 +116,7 @@ def _option_names() -> list[str]:
     names: list[str] = []
 
     def walk(node: DictConfig, prefix: str) -> None:
-        for key in node:
+        for key in map(str, node):
             names.append(f"{prefix}{key}")
             child = node._get_node(key)
             if isinstance(child, DictConfig) and not child._is_missing():

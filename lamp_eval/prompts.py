@@ -74,9 +74,7 @@ class Encoder:
                 room,
                 f"user {user.id!r}, query {query_id!r}",
             )
-            requests.append(
-                Request(user.id, query_id, tuple(self._ids(prompt)), gold, n_cut_words)
-            )
+            requests.append(Request(user.id, query_id, tuple(self._ids(prompt)), gold, n_cut_words))
         return requests
 
     def _queries(self, user: User, k: int) -> Iterator[tuple[str, str, str, list[str]]]:

@@ -1,4 +1,4 @@
-"""The records that flow through the pipeline. All are frozen: no stage changes what another reads."""
+"""The records that flow through the pipeline; frozen, so no stage changes what another reads."""
 
 from __future__ import annotations
 

@@ -73,7 +73,9 @@ def _prefill(device_model: DeviceModel, tokens: Sequence[int]) -> list[KVCache]:
 
 def _new_cache(device_model: DeviceModel) -> list[KVCache]:
     model = device_model.model
-    cache = model.make_cache() if hasattr(model, "make_cache") else [KVCache() for _ in model.layers]
+    cache = (
+        model.make_cache() if hasattr(model, "make_cache") else [KVCache() for _ in model.layers]
+    )
     if not all(isinstance(c, KVCache) for c in cache):
         raise UserError(
             expected="a model with full attention in every block",
@@ -93,7 +95,9 @@ def _answer_batch(
 ) -> list[Answer]:
     n_rows, length = len(suffixes), max(len(suffix) for suffix in suffixes)
     padding = [length - len(suffix) for suffix in suffixes]
-    tokens = mx.array([[*suffix, *[0] * pad] for suffix, pad in zip(suffixes, padding, strict=True)])
+    tokens = mx.array(
+        [[*suffix, *[0] * pad] for suffix, pad in zip(suffixes, padding, strict=True)]
+    )
     # Right-padded for the prompt; `finalize` then rolls the padding in front of each row.
     cache = [
         BatchKVCache.merge([c] * n_rows) if prefix else BatchKVCache([0] * n_rows)

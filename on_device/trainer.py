@@ -35,7 +35,7 @@ class UserStep:
 
 
 def n_user_steps(n_examples: int, recipe: UserAdapterConfig) -> int:
-    """epochs · ceil(n / accumulation): a window never crosses the end of an epoch."""
+    """`epochs · ceil(n / accumulation)`: a window never crosses the end of an epoch."""
     return recipe.epochs * math.ceil(n_examples / recipe.accumulation)
 
 

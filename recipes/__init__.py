@@ -1,1 +1,1 @@
-"""The server side: find the model, train the task adapter, merge and quantize (torch, transformers, peft)."""
+"""The server side: find the model, train the task adapter, merge and quantize (torch, peft)."""

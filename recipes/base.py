@@ -14,7 +14,8 @@ import mlx.core as mx
 import numpy as np
 import torch
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
+from peft.utils import load_peft_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lamp_eval.config import QuantizationConfig
@@ -114,44 +115,36 @@ def _merge(model_dir: Path, adapter: str | None, merged_dir: Path) -> np.ndarray
 
 
 def _with_adapter(model: Any, adapter: str) -> Any:
-    """The model with a PEFT adapter, every tensor of which found its place."""
+    """The model with a PEFT adapter, every tensor of which found its place.
+
+    PEFT itself only warns about tensors that it cannot place.
+    """
     try:
-        with _loud_missing_keys() as missing:
-            model = PeftModel.from_pretrained(model, adapter)
+        saved = load_peft_weights(adapter, device="cpu")
+        model = PeftModel.from_pretrained(model, adapter)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(
             expected="a PEFT adapter for this model: a directory, or an id on the hub",
             found=str(error).splitlines()[0],
-            where=f"option adapter.task.path={adapter}",
-            fix="check the path and that the adapter was trained for this model",
+            where=f"the task adapter {adapter}",
+            fix="check adapter.task.path, and that the adapter was trained for this model",
         ) from error
-    if missing:
+    loaded = get_peft_model_state_dict(model)
+    odd = sorted(
+        name
+        for name in saved.keys() | loaded.keys()
+        if name not in saved
+        or name not in loaded
+        or not torch.equal(saved[name].float(), loaded[name].float())
+    )
+    if odd:
         raise UserError(
-            expected="every tensor of the adapter in its place",
-            found=f"{len(missing)} tensors that were not loaded, e.g. {missing[0]}",
-            where=f"option adapter.task.path={adapter}",
+            expected="every tensor of the adapter in its place in the model",
+            found=f"{len(odd)} tensors that are not, e.g. {odd[0]}",
+            where=f"the task adapter {adapter}",
             fix="choose an adapter that was trained for this model",
         )
     return model
-
-
-@contextlib.contextmanager
-def _loud_missing_keys():  # noqa: ANN202
-    """Collects the adapter's keys that PEFT could not place; it only warns about them."""
-    missing: list[str] = []
-    original = PeftModel.load_adapter
-
-    def load_adapter(self: PeftModel, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        missing.extend(result.missing_keys if result is not None else [])
-        missing.extend(result.unexpected_keys if result is not None else [])
-        return result
-
-    PeftModel.load_adapter = load_adapter
-    try:
-        yield missing
-    finally:
-        PeftModel.load_adapter = original
 
 
 def _restore_rope_theta(path: Path) -> None:

@@ -46,14 +46,16 @@ def load_corpus(task: Task, data: DataConfig) -> Corpus:
 
     if data.source == "sample":
         users, task_users = sample.generate(task, data)
-        origin, files = "others", {}
+        files: dict[str, str] = {}
     else:
         users, task_users, files = oppu.read(task, data)
-        origin = "others" if task_users else "evaluated"
     users = tuple(_newest(user, data) for user in users[: data.max_users])
-    if origin == "evaluated":
-        task_users = users
     check_users(users, task)
+    if task_users and data.task_users != "evaluated":
+        origin = "others"
+        check_users(task_users, task)
+    else:
+        origin, task_users = "evaluated", users
     return Corpus(
         users, task_users, origin, data.source == "sample", _checksum(users, task_users), files
     )
@@ -111,7 +113,7 @@ def check_users(users: Sequence[User], task: Task) -> None:
             if task.oppu.input_marker not in query.input:
                 problems.append(
                     UserError(
-                        expected=f"the text {task.oppu.input_marker!r}, after which the item starts",
+                        expected=f"the text {task.oppu.input_marker!r} in front of the item",
                         found=repr(query.input[:80]),
                         where=f"{where}, field 'input'",
                         fix=f"check that this is a file of the task {task.name}",

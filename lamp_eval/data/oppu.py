@@ -48,9 +48,7 @@ def read(task: Task, data: DataConfig) -> tuple[tuple[User, ...], tuple[User, ..
     users, digest = _read_file(folder / EVALUATED, task)
     files = {str(folder / EVALUATED): digest}
     others: tuple[User, ...] = ()
-    if data.task_users == "others" or (
-        data.task_users == "auto" and (folder / OTHERS).is_file()
-    ):
+    if data.task_users == "others" or (data.task_users == "auto" and (folder / OTHERS).is_file()):
         others, files[str(folder / OTHERS)] = _read_file(folder / OTHERS, task)
         evaluated = {user.id for user in users}
         raise_if_any(
