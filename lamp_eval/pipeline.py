@@ -50,7 +50,7 @@ class Pipeline:
     """What a run needs, by name: keys are known before anything is computed."""
 
     def __init__(self, config: RunConfig, task: Task, corpus: Corpus, console: Console) -> None:
-        from recipes.model_source import find_model
+        from recipes.model_source import find_model, load_tokenizer
 
         self.config, self.task, self.corpus, self.console = config, task, corpus, console
         self.store = Store(Path(config.output_dir) / "stages")
@@ -69,7 +69,7 @@ class Pipeline:
         self.recipe = replace(
             config.adapter.user, blocks=n_adapted_blocks(config.adapter.user.blocks, n_blocks)
         )
-        self.encoder = Encoder(_tokenizer(self.model.path), task, config.protocol)
+        self.encoder = Encoder(load_tokenizer(self.model.path), task, config.protocol)
         self.arms: dict[str, Arm] = {name: arm(name, config.protocol) for name in config.arms}
         self.stages: list[StageRecord] = []
         self.with_history = [user for user in corpus.users if user.history]
@@ -319,6 +319,9 @@ class Pipeline:
                 progress.update(bar, description=f"{title} · {unit.what}"[:40])
                 with self.store.build(unit.stage, unit.key) as folder:
                     work(unit, folder, progress, bar)
+                if not self.console.is_terminal:  # bars show there only at the end
+                    seconds = display.duration(time.perf_counter() - start)
+                    self.console.print(f"  {title} · {unit.what}: {seconds}")
             self.stages.append(
                 StageRecord(
                     stage=unit.stage,
@@ -501,20 +504,6 @@ def _n_computed(examples: Sequence[Example], batch_size: int) -> float:
     n_common = n_common_tokens([example.tokens[: example.answer_start] for example in examples])
     n_own = sum(len(example.tokens) - n_common for example in examples)
     return n_own + n_common * len(examples) / batch_size
-
-
-def _tokenizer(path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            expected="a tokenizer with an end-of-sequence token",
-            found="none",
-            where=str(path),
-            fix="set eos_token in tokenizer_config.json",
-        )
-    return tokenizer
 
 
 def _hash_examples(examples: Iterable[Example]) -> str:

@@ -16,10 +16,11 @@ import torch
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import load_peft_weights
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from lamp_eval.config import QuantizationConfig
 from lamp_eval.errors import UserError
+from recipes.model_source import load_tokenizer
 
 PARITY_PROMPT = "The film was directed in 1998 by a woman who had never seen the sea. Its tag is"
 # float32 on both sides agrees to about 1e-5 of the largest logit; a lost rope_theta costs 1e-1.
@@ -81,7 +82,7 @@ def build_base(
             )
     save_model(base_dir, model, donate_model=True)
     save_config(config, base_dir / "config.json")
-    AutoTokenizer.from_pretrained(model_dir).save_pretrained(base_dir)
+    load_tokenizer(model_dir).save_pretrained(base_dir)
     shutil.rmtree(merged_dir)
     return error
 
@@ -163,7 +164,7 @@ def _restore_rope_theta(path: Path) -> None:
 
 
 def _prompt_ids(model_dir: Path) -> list[int]:
-    ids: list[int] = AutoTokenizer.from_pretrained(model_dir).encode(PARITY_PROMPT)
+    ids: list[int] = load_tokenizer(model_dir).encode(PARITY_PROMPT)
     return ids
 
 

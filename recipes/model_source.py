@@ -23,6 +23,7 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lamp_eval.errors import UserError, raise_if_any
 
@@ -397,3 +398,27 @@ def _fingerprint(directory: Path, names: Set[str]) -> str:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def load_tokenizer(model_dir: Path) -> Any:
+    """The tokenizer exactly as its `tokenizer.json` says.
+
+    AutoTokenizer of transformers 5 rebuilds it from the class named in `tokenizer_config.json`. For
+    the hub's SmolLM2 that is `GPT2Tokenizer`, which drops the splitting of digits and so changes
+    the ids of numbers after a double space or a newline.
+
+    Raises:
+        UserError: the tokenizer has no end-of-sequence token.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    exact = (model_dir / "tokenizer.json").is_file()
+    tokenizer = (PreTrainedTokenizerFast if exact else AutoTokenizer).from_pretrained(model_dir)
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            expected="a tokenizer with an end-of-sequence token",
+            found="none",
+            where=str(model_dir / "tokenizer_config.json"),
+            fix="set eos_token there",
+        )
+    return tokenizer

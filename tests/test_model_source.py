@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from lamp_eval.errors import InputProblems, UserError
 from recipes import model_source
-from recipes.model_source import WHEEL, ModelSource, find_model
+from recipes.model_source import WHEEL, ModelSource, find_model, load_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -435,3 +435,21 @@ def test_converted_weights_predict(converted):
     with torch.no_grad():
         logits = model(ids).logits[0, -1]  # (V,)
     assert tokenizer.decode(logits.argmax()) == " Paris"
+
+
+def test_the_tokenizer_is_the_one_in_tokenizer_json(tmp_path: Path) -> None:
+    """The hub's SmolLM2 names GPT2Tokenizer, which AutoTokenizer rebuilds without its digits."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocab = {text: i for i, text in enumerate(["<eos>", "a", "1", "2", "12", "Ġ"])}
+    tokenizer = Tokenizer(models.BPE(vocab, [("1", "2")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<eos>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode("a12") == [vocab["a"], vocab["1"], vocab["2"]]
+    assert loaded.eos_token_id == 0

@@ -1,0 +1,429 @@
+"""The main job end to end: the command line on a tiny random model."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import make_tiny_model
+
+from lamp_eval.__main__ import main
+from lamp_eval.config import ARMS
+from lamp_eval.results import RunRecord
+from lamp_eval.tasks import TASKS
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+EXPERIMENT = "movie_tagging_per_user"
+TASK = TASKS["movie_tagging"]
+FIELDS = {
+    "query_id", "user_id", "donor_id", "prompt_hash", "output", "gold", "finished", "scores",
+}  # fmt: skip
+
+
+@dataclass
+class Runs:
+    """The tiny model, and the first run, which other tests reuse."""
+
+    model: Path
+    output_dir: Path
+    first: Path  # the folder of the first run
+
+    def options(self, output_dir: Path | None = None, **changed: Any) -> list[str]:
+        return _options(self.model, output_dir or self.output_dir, **changed)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    root = tmp_path_factory.mktemp("main_job")
+    model, output_dir = make_tiny_model(root / "model"), root / "outputs"
+    done = _launch(_options(model, output_dir))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return Runs(model, output_dir, _finished(output_dir)[0])
+
+
+def _options(model: Path, output_dir: Path, **changed: Any) -> list[str]:
+    options: dict[str, Any] = {
+        "experiment": EXPERIMENT,
+        "model.path": model,
+        "output_dir": output_dir,
+        "quantization.group_size": 32,
+        "data.n_users": 3,
+        "data.n_task_users": 4,
+        "data.n_records": 5,
+        "data.n_queries": 3,
+        "adapter.task.batch_size": 4,
+        "adapter.task.max_steps": 2,
+        "adapter.user.epochs": 1,
+        "adapter.user.accumulation": 2,
+        "n_resamples": 99,
+    } | {name.replace("__", "."): value for name, value in changed.items()}
+    return [f"{name}={value}" for name, value in options.items() if value is not None]
+
+
+def _command(options: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "lamp_eval", *options]
+
+
+def _environment() -> dict[str, str]:
+    # One thread: more cost more than they save on a model this small.
+    return os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+
+
+def _launch(options: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        _command(options), env=_environment(), capture_output=True, text=True, timeout=120
+    )
+
+
+def _finished(output_dir: Path) -> list[Path]:
+    """The folders of finished runs, oldest first."""
+    files = output_dir.glob(f"{EXPERIMENT}/**/run.json")
+    return [path.parent for path in sorted(files, key=lambda path: path.stat().st_mtime_ns)]
+
+
+def _record(run_dir: Path) -> RunRecord:
+    return RunRecord.model_validate_json((run_dir / "run.json").read_bytes())
+
+
+def _predictions(run_dir: Path, arm: str) -> list[dict[str, Any]]:
+    lines = (run_dir / "predictions" / f"{arm}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _reused(record: RunRecord, stage: str) -> list[bool]:
+    return [s.reused for s in record.stages if s.stage == stage]
+
+
+# A whole run
+
+
+def test_run_record(runs: Runs) -> None:
+    record = _record(runs.first)
+    assert record.name == EXPERIMENT
+    assert record.synthetic is True
+    assert (record.n_users, record.n_queries, record.n_task_users) == (3, 9, 4)
+    assert record.users_without_history == []
+    assert record.model_origin == "path"
+    assert record.config["adapter"]["user"]["epochs"] == 1
+    assert "adapter.user.epochs=1" in record.overrides
+    assert set(record.parity_error) == {"base", "task base"}
+    assert max(record.parity_error.values()) < 1e-4
+    assert not any(stage.reused for stage in record.stages)
+    counts = {
+        name: len(_reused(record, name))
+        for name in ("task_adapters", "bases", "user_adapters", "predictions")
+    }
+    expected = {"task_adapters": 1, "bases": 2, "user_adapters": 3, "predictions": 6 * 3}
+    assert counts == expected
+    assert all(Path(stage.path).is_dir() for stage in record.stages)
+    assert len(set(record.seeds.values())) == 3
+
+
+def test_donors_are_a_derangement(runs: Runs) -> None:
+    donors = _record(runs.first).donors
+    assert sorted(donors) == sorted(donors.values()) == [f"sample-00{i}" for i in range(3)]
+    assert all(user != donor for user, donor in donors.items())
+    rows = _predictions(runs.first, "cross_user")
+    assert {row["user_id"]: row["donor_id"] for row in rows} == donors
+
+
+def test_predictions_of_all_arms(runs: Runs) -> None:
+    asked = None
+    for arm in ARMS:
+        rows = _predictions(runs.first, arm)
+        assert len(rows) == 9
+        assert all(set(row) == FIELDS for row in rows)
+        assert all(row["gold"] in TASK.labels for row in rows)
+        assert all(isinstance(row["output"], str) for row in rows)
+        assert all(isinstance(row["finished"], bool) for row in rows)
+        assert all({"correct", "failed_parse"} <= set(row["scores"]) for row in rows)
+        asked = asked or [(row["user_id"], row["query_id"], row["gold"]) for row in rows]
+        assert [(row["user_id"], row["query_id"], row["gold"]) for row in rows] == asked
+        if arm != "cross_user":
+            assert all(row["donor_id"] is None for row in rows)
+    prompts = {a: [r["prompt_hash"] for r in _predictions(runs.first, a)] for a in ARMS}
+    assert prompts["task"] == prompts["user"] == prompts["cross_user"]
+    assert prompts["task_retrieval"] == prompts["base_retrieval"] != prompts["task"]
+
+
+def test_tables(runs: Runs) -> None:
+    users = _rows(runs.first / "users.csv")
+    assert len(users) == 3 * len(ARMS)
+    for arm in ARMS:
+        rows = _predictions(runs.first, arm)
+        for user in (user for user in users if user["arm"] == arm):
+            own = [row["scores"]["correct"] for row in rows if row["user_id"] == user["user_id"]]
+            assert float(user["mean_correct"]) == pytest.approx(sum(own) / len(own))
+    board = _rows(runs.first / "leaderboard.csv")
+    assert {row["arm"] for row in board} == set(ARMS)
+    assert all(row["synthetic"] == "True" for row in board)
+    assert {row["metric"] for row in board} == set(TASK.metrics)
+    assert {row["reference"] for row in board if row["arm"] == "user"} == {"task", "cross_user"}
+    for row in board:
+        rows = _predictions(runs.first, row["arm"])
+        if row["metric"] == "accuracy":
+            accuracy = sum(r["scores"]["correct"] for r in rows) / len(rows)
+            assert float(row["value"]) == pytest.approx(accuracy)
+    shared = _rows(runs.output_dir / "leaderboard.csv")
+    assert [row for row in shared if row["run"] == str(runs.first)] == board
+
+
+def test_nothing_partial_is_left(runs: Runs) -> None:
+    assert list(runs.output_dir.rglob(".partial*")) == []
+    for stage in (runs.output_dir / "stages").iterdir():
+        assert all((folder / "key.json").is_file() for folder in stage.iterdir())
+
+
+# Repetition
+
+
+def test_second_identical_run_reuses_all(runs: Runs) -> None:
+    before = {p: p.stat().st_mtime_ns for p in (runs.output_dir / "stages").glob("*/*/*")}
+    done = _launch(runs.options())
+    assert done.returncode == 0, done.stdout + done.stderr
+    second = _finished(runs.output_dir)[-1]
+    assert second != runs.first
+    record = _record(second)
+    assert all(stage.reused for stage in record.stages)
+    for arm in ARMS:
+        assert _predictions(second, arm) == _predictions(runs.first, arm)
+    assert {p: p.stat().st_mtime_ns for p in (runs.output_dir / "stages").glob("*/*/*")} == before
+
+
+def test_fewer_users_from_scratch_give_the_same_predictions(runs: Runs, tmp_path: Path) -> None:
+    """Determinism, and nothing of a user depends on who else is evaluated."""
+    done = _launch(runs.options(tmp_path / "outputs", data__n_users=2))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run_dir,) = _finished(tmp_path / "outputs")
+    assert not any(stage.reused for stage in _record(run_dir).stages)
+    for arm in ("base", "base_retrieval", "task", "task_retrieval", "user"):
+        ours = _predictions(run_dir, arm)
+        assert {row["user_id"] for row in ours} == {"sample-000", "sample-001"}
+        theirs = [r for r in _predictions(runs.first, arm) if r["user_id"] != "sample-002"]
+        assert ours == theirs
+    # The trained weights too, to the last bit: their folders are named by their inputs.
+    for path in (tmp_path / "outputs" / "stages").glob("user_adapters/*/*.safetensors"):
+        other = runs.output_dir / path.relative_to(tmp_path / "outputs")
+        assert path.read_bytes() == other.read_bytes()
+
+
+def test_sweep_over_blocks_shares_the_first_stages(runs: Runs) -> None:
+    done = _launch(["-m", *runs.options(adapter__user__blocks="4,2")])
+    assert done.returncode == 0, done.stdout + done.stderr
+    four, two = _finished(runs.output_dir)[-2:]
+    records = [_record(four), _record(two)]
+    for record in records:
+        assert _reused(record, "task_adapters") == [True]
+        assert _reused(record, "bases") == [True, True]
+    # All four blocks are what "all" meant in the first run.
+    assert _reused(records[0], "user_adapters") == [True] * 3
+    assert _reused(records[1], "user_adapters") == [False] * 3
+    board = _rows(runs.output_dir / "leaderboard.csv")
+    blocks = {
+        run: {row["blocks"] for row in board if row["run"] == str(run) and row["arm"] == "user"}
+        for run in (four, two)
+    }
+    assert blocks == {four: {"4"}, two: {"2"}}
+    assert _predictions(four, "user") == _predictions(runs.first, "user")
+    assert "sweep: 2 runs side by side" in done.stdout
+
+
+def test_interrupted_run_continues(runs: Runs, tmp_path: Path) -> None:
+    output_dir = tmp_path / "outputs"
+    for stage in ("task_adapters", "bases"):
+        shutil.copytree(runs.output_dir / "stages" / stage, output_dir / "stages" / stage)
+    options = runs.options(output_dir, arms="[task,user]", data__n_users=3, adapter__user__epochs=8)
+    adapters = output_dir / "stages" / "user_adapters"
+
+    def whole() -> list[Path]:
+        if not adapters.is_dir():
+            return []
+        return [path for path in adapters.iterdir() if not path.name.startswith(".")]
+
+    # Where SIGINT is ignored (a background job of a shell), a child would ignore it as well.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            _command(options),
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    deadline = time.monotonic() + 60
+    while not whole() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stdout + stderr
+    assert "Traceback" not in stdout + stderr
+    assert "continues from there" in stdout
+    kept = whole()
+    assert 1 <= len(kept) < 3
+    for folder in kept:
+        assert {p.name for p in folder.iterdir()} == {
+            "adapter_config.json",
+            "adapters.safetensors",
+            "key.json",
+        }
+    assert list(output_dir.rglob(".partial*")) == []
+    assert _finished(output_dir) == []
+
+    done = _launch(options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run_dir,) = _finished(output_dir)
+    record = _record(run_dir)
+    assert sum(_reused(record, "user_adapters")) == len(kept)
+    assert _reused(record, "bases") == [True]
+
+
+# Data of one's own
+
+
+def _user(user_id: str, n_records: int, n_queries: int = 2) -> dict[str, Any]:
+    tags = ", ".join(TASK.labels)
+    return {
+        "user_id": user_id,
+        "profile": [
+            {
+                "id": f"{user_id}-r{i}",
+                "description": f"Film {i} of {user_id} about the sea.",
+                "tag": TASK.labels[(i + len(user_id)) % 15],
+            }
+            for i in range(n_records)
+        ],
+        "query": [
+            {
+                "id": f"{user_id}-q{i}",
+                "input": "Which tag does this movie relate to among the following tags? Just answer"
+                f" with the tag name without further explanation. tags: [{tags}] description: "
+                f"Another film {i} with dragons.",
+                "gold": TASK.labels[i],
+            }
+            for i in range(n_queries)
+        ],
+    }
+
+
+def _write_oppu(root: Path, content: object) -> Path:
+    root.mkdir()
+    text = content if isinstance(content, str) else json.dumps(content)
+    (root / "user_top_100_history.json").write_text(text)
+    return root
+
+
+def _oppu_options(runs: Runs, output_dir: Path, data: Path, **changed: Any) -> list[str]:
+    sample_only = dict.fromkeys(
+        ("data__n_users", "data__n_task_users", "data__n_records", "data__n_queries")
+    )
+    return runs.options(output_dir, data="oppu", data__dir=data, **sample_only | changed)
+
+
+def test_user_without_history_is_served_by_the_task_arm(runs: Runs, tmp_path: Path) -> None:
+    data = _write_oppu(tmp_path / "data", [_user("u1", 4), _user("new", 0), _user("u22", 3)])
+    done = _launch(_oppu_options(runs, tmp_path / "outputs", data))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run_dir,) = _finished(tmp_path / "outputs")
+    record = _record(run_dir)
+    assert record.users_without_history == ["new"]
+    assert record.synthetic is False
+    assert record.task_users_origin == "evaluated"
+    assert record.n_users == 3
+    assert record.donors == {"u1": "u22", "u22": "u1"}
+    assert len(_reused(record, "user_adapters")) == 2
+    task = [row["output"] for row in _predictions(run_dir, "task") if row["user_id"] == "new"]
+    assert len(task) == 2
+    for arm in ("user", "cross_user"):
+        rows = [row for row in _predictions(run_dir, arm) if row["user_id"] == "new"]
+        assert [row["output"] for row in rows] == task
+        assert [row["donor_id"] for row in rows] == [None, None]
+    served = {
+        (row["arm"], row["user_id"]): row["adapter_of"] for row in _rows(run_dir / "users.csv")
+    }
+    assert served["user", "new"] == served["cross_user", "new"] == ""
+    assert served["cross_user", "u1"] == "u22"
+
+
+# Mistakes: exit code 2, what to do, and no traceback
+
+
+def _fails(
+    options: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """Runs the command line in this process, which saves the imports; returns its message."""
+    for name in ("HYDRA_FULL_ERROR", "TRANSFORMERS_VERBOSITY"):  # `main` sets them
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.setattr(sys, "argv", ["lamp_eval", *options])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    message = capsys.readouterr().err
+    assert caught.value.code == 2, message
+    assert "lamp_eval: error:" in message
+    assert "Traceback" not in message
+    assert "to do:" in message
+    return message
+
+
+def test_too_many_blocks(runs: Runs, tmp_path: Path) -> None:
+    done = _launch(runs.options(tmp_path / "outputs", adapter__user__blocks=5))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "adapter.user.blocks" in done.stderr
+    assert "4" in done.stderr
+    assert _finished(tmp_path / "outputs") == []
+
+
+def test_model_without_tokenizer(runs: Runs, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(runs.model, model)
+    for path in model.glob("*token*"):
+        path.unlink()
+    message = _fails(_options(model, tmp_path / "outputs"), monkeypatch, capsys)
+    assert "tokenizer" in message
+    assert str(model) in message
+
+
+def test_output_dir_is_a_file(runs: Runs, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    (tmp_path / "outputs").write_text("mine")
+    message = _fails(runs.options(tmp_path / "outputs"), monkeypatch, capsys)
+    assert "output" in message
+    assert (tmp_path / "outputs").read_text() == "mine"
+
+
+def test_data_that_is_not_json(runs: Runs, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    data = _write_oppu(tmp_path / "data", json.dumps([_user("u1", 2)])[:-20])
+    message = _fails(_oppu_options(runs, tmp_path / "outputs", data), monkeypatch, capsys)
+    assert "user_top_100_history.json" in message
+    assert "not JSON" in message
+
+
+def test_gold_outside_the_labels(runs: Runs, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    user = _user("u1", 2)
+    user["query"][1]["gold"] = "western"
+    data = _write_oppu(tmp_path / "data", [user, _user("u22", 2)])
+    message = _fails(_oppu_options(runs, tmp_path / "outputs", data), monkeypatch, capsys)
+    assert "western" in message
+    assert "'u1'" in message
+    assert "u1-q1" in message
+
+
+def test_misspelt_option(runs: Runs, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    options = runs.options(tmp_path / "outputs", **{"adapter.user.epoch": 1})
+    assert "adapter.user.epochs" in _fails(options, monkeypatch, capsys)
