@@ -36,15 +36,17 @@ ConfigStore.instance().store("run_config", RunConfig)
 def _job(composed: DictConfig) -> None:
     from lamp_eval.run import run
 
-    config = OmegaConf.to_object(composed)
-    assert isinstance(config, RunConfig)
     hydra_config = HydraConfig.get()
     run_dir = Path(hydra_config.runtime.output_dir)
     try:
+        config = OmegaConf.to_object(composed)
+        assert isinstance(config, RunConfig)
         _finished.append(run(config, run_dir, list(hydra_config.overrides.task), console))
     finally:
-        if run_dir.is_dir() and not any(run_dir.iterdir()):
-            run_dir.rmdir()  # a run that did not finish leaves its stages, but no empty folder
+        # A run that did not finish leaves its stages, but none of the folders that Hydra made.
+        for folder in (run_dir, run_dir.parent):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def main() -> None:

@@ -50,7 +50,10 @@ class Encoder:
         ]
 
     def query_examples(self, user: User, k: int) -> list[Example]:
-        """One training example per query, retrieving in the whole history (the task adapter's)."""
+        """One training example per query, retrieving in the whole history (the task adapter's).
+
+        As released, the query keeps `train_words` and the retrieved records `eval_words`.
+        """
         return [
             self._example(
                 retrieved,

@@ -103,7 +103,12 @@ def rebuild_leaderboard(output_dir: Path) -> tuple[Path, list[str]]:
     unreadable = []
     for path in find_runs(output_dir):
         try:
-            rows += RunRecord.model_validate_json(path.read_bytes()).leaderboard
+            found = RunRecord.model_validate_json(path.read_bytes()).leaderboard
+            unknown = {column for row in found for column in row} - set(LEADERBOARD_COLUMNS)
+            if unknown:
+                unreadable.append(f"{path}: unknown columns {', '.join(sorted(unknown))}")
+            else:
+                rows += found
         except (ValidationError, OSError) as error:
             unreadable.append(f"{path}: {str(error).splitlines()[0]}")
     path = output_dir / "leaderboard.csv"

@@ -39,7 +39,7 @@ class History:
         if index.corpus_size < before:
             self._grow(before)
         scores = index.get_scores(query.split(" "))
-        # rank-bm25 sorts with an unstable sort and reverses; for few documents that is this order.
+        # rank-bm25 reverses an unstable sort; among equals the later first, on every machine.
         best = np.argsort(scores, kind="stable")[::-1][:k]
         return [self.documents[i] for i in best]
 

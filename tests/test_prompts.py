@@ -304,6 +304,15 @@ def test_then_the_middle_of_the_text_is_cut(tokenizer):
     assert request.n_cut_words == len(words) - 10 + len(words) + 3
 
 
+def test_special_tokens_are_counted_once(movie_fan):
+    tokenizer = make_tokenizer(template=f"{BOS} $A")
+    for example, k in ((encoder(tokenizer).user_examples(movie_fan, k)[-1], k) for k in (0, 1)):
+        fitting = encoder(tokenizer, max_tokens=len(example.tokens))
+        assert fitting.user_examples(movie_fan, k)[-1] == example
+        shorter = encoder(tokenizer, max_tokens=len(example.tokens) - 1)
+        assert shorter.user_examples(movie_fan, k)[-1] != example
+
+
 def test_one_word_longer_than_the_limit_is_cut(tokenizer):
     person = user("movie_tagging", (), "x" * 5000, "comedy")
     (request,) = encoder(tokenizer).requests(person, 0)

@@ -74,6 +74,9 @@ def test_files_of_a_run(tmp_path):
     assert float(found["delta"]) == 0.1 + 0.2  # full precision
     assert float(found["p"]) == 1e-20
     assert found["ci_low"] == ""  # absent is empty, never 0
+    write(run_dir, [{"task": "movie_tagging"}])
+    assert read_csv(run_dir / "leaderboard.csv")[0]["ci_low"] == ""
+    write(run_dir, [row(delta=0.1 + 0.2, p=1e-20)])
     assert read_csv(run_dir / "users.csv") == [{"user_id": "u", "n": "1"}]
     reread = RunRecord.model_validate_json((run_dir / "run.json").read_bytes())
     assert reread == record([row(delta=0.1 + 0.2, p=1e-20)])

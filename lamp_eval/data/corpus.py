@@ -50,10 +50,11 @@ def load_corpus(task: Task, data: DataConfig) -> Corpus:
     else:
         users, task_users, files = oppu.read(task, data)
     users = tuple(_newest(user, data) for user in users[: data.max_users])
-    check_users(users, task)
+    sources = [*files, "data=sample"]  # the evaluated users' file first
+    check_users(users, task, sources[0])
     if task_users and data.task_users != "evaluated":
         origin = "others"
-        check_users(task_users, task)
+        check_users(task_users, task, sources[min(1, len(sources) - 1)])
     else:
         origin, task_users = "evaluated", users
     return Corpus(
@@ -61,16 +62,21 @@ def load_corpus(task: Task, data: DataConfig) -> Corpus:
     )
 
 
-def check_users(users: Sequence[User], task: Task) -> None:
+def check_users(users: Sequence[User], task: Task, source: str) -> None:
     """Raises `UserError` with every problem that would spoil a result.
 
     An empty history is not a problem: such users are counted and served by the task arm.
+
+    Args:
+        users: in any order.
+        task: whose labels the golds must be.
+        source: the file, named in the messages.
     """
     problems = [
         UserError(
             expected="each user once",
             found=f"{count} users with this id",
-            where=f"user {user_id!r}",
+            where=f"{source}, user {user_id!r}",
             fix="merge them, or give them different ids",
         )
         for user_id, count in Counter(user.id for user in users).items()
@@ -81,7 +87,7 @@ def check_users(users: Sequence[User], task: Task) -> None:
             UserError(
                 expected="at least one user",
                 found="none",
-                where="the data",
+                where=source,
                 fix="check data.dir and data.max_users",
             )
         )
@@ -92,12 +98,12 @@ def check_users(users: Sequence[User], task: Task) -> None:
                 UserError(
                     expected="at least one query",
                     found="none",
-                    where=f"user {user.id!r}, field 'query'",
+                    where=f"{source}, user {user.id!r}, field 'query'",
                     fix="add queries or remove the user",
                 )
             )
         for query in user.queries:
-            where = f"user {user.id!r}, query {query.id!r}"
+            where = f"{source}, user {user.id!r}, query {query.id!r}"
             if query.id in query_owner:
                 problems.append(
                     UserError(
@@ -121,7 +127,7 @@ def check_users(users: Sequence[User], task: Task) -> None:
                 )
         for position, record in enumerate(user.history):
             if record.fields[task.gold_field] not in task.labels:
-                where = f"user {user.id!r}, record {position}, field {task.gold_field!r}"
+                where = f"{source}, user {user.id!r}, record {position}, field {task.gold_field!r}"
                 problems.append(_bad_label(record.fields[task.gold_field], where, task))
     raise_if_any(problems)
 

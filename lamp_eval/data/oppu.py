@@ -102,13 +102,14 @@ def _user(row: Any, index: int, path: Path, task: Task, problems: list[UserError
 
     def text(item: Any, name: str, where: str) -> str:
         value = item.get(name) if isinstance(item, dict) else None
-        if isinstance(value, bool) or not isinstance(value, str | int):
+        empty_id = name in ("user_id", "id") and value == ""
+        if isinstance(value, bool) or not isinstance(value, str | int) or empty_id:
             problems.append(
                 UserError(
-                    expected="a string or an integer",
+                    expected="a string or an integer" + (", not empty" if empty_id else ""),
                     found="nothing" if value is None else f"{type(value).__name__} {value!r:.60}",
                     where=f"{path}, {where}, field {name!r}",
-                    fix="add the field to the file",
+                    fix="add the field to the file, or correct it",
                 )
             )
             return ""
