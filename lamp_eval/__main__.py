@@ -27,6 +27,7 @@ _HERE = Path(__file__).resolve().parent
 CONF_DIR = _HERE.parent / "conf" if (_HERE.parent / "conf").is_dir() else _HERE / "conf"
 
 _finished: list[RunRecord] = []  # the jobs of a sweep, which run one after the other
+_mistakes: list[UserError] = []
 console = Console(width=None if sys.stdout.isatty() else 120)
 
 ConfigStore.instance().store("run_config", RunConfig)
@@ -42,6 +43,8 @@ def _job(composed: DictConfig) -> None:
         config = OmegaConf.to_object(composed)
         assert isinstance(config, RunConfig)
         _finished.append(run(config, run_dir, list(hydra_config.overrides.task), console))
+    except UserError as error:  # kept from Hydra, which would print the overrides around it
+        _mistakes.append(error)
     finally:
         # A run that did not finish leaves its stages, but none of the folders that Hydra made.
         for folder in (run_dir, run_dir.parent):
@@ -60,8 +63,6 @@ def main() -> None:
     except KeyboardInterrupt:
         console.print("\nstopped. What is finished is kept: the same command continues from there.")
         os._exit(130)  # without waiting for the threads of torch and MLX
-    except UserError as error:
-        _fail(str(error))
     except (HydraException, OmegaConfBaseException) as error:
         _fail(_composition_message(error))
     except OSError as error:
@@ -87,6 +88,8 @@ def main() -> None:
         display.show_leaderboard(
             console, shown, title=f"sweep: {len(_finished)} runs side by side", with_blocks=True
         )
+    if _mistakes:
+        _fail("\n".join(dict.fromkeys(str(mistake) for mistake in _mistakes)))
 
 
 def _fail(message: str) -> None:

@@ -22,11 +22,12 @@ from lamp_eval import display, environment
 from lamp_eval.arms import Arm, arm, donors
 from lamp_eval.config import RunConfig, n_adapted_blocks
 from lamp_eval.data import Corpus
-from lamp_eval.errors import UserError
+from lamp_eval.errors import UserError, raise_if_any
 from lamp_eval.metrics import score_output
 from lamp_eval.prompts import Encoder
 from lamp_eval.records import Example, Prediction, Request, User, n_common_tokens
 from lamp_eval.results import StageRecord
+from lamp_eval.schedule import n_task_steps, n_user_steps
 from lamp_eval.seeds import user_seed
 from lamp_eval.store import Store, key_hash
 from lamp_eval.tasks import Task
@@ -97,6 +98,7 @@ class Pipeline:
                 where="stage 1, the task adapter",
                 fix="give adapter.task.path=…, or data with histories",
             )
+        self._check_steps()
         folder = self.store.root
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -120,6 +122,31 @@ class Pipeline:
                 where=f"option output_dir={self.config.output_dir}",
                 fix="free some space, or set output_dir to another disk",
             )
+
+    def _check_steps(self) -> None:
+        """With a warm-up, step 0 has learning rate 0: a single step would train nothing."""
+        problems = []
+        stage1, stage2 = self.config.adapter.task, self.recipe
+        if self._needs_training and n_task_steps(len(self.task_examples), stage1) == 1:
+            problems.append(("adapter.task", "stage 1", stage1.warmup_ratio))
+        if any(a.user_adapter for a in self.arms.values()):
+            problems += [
+                ("adapter.user", f"user {user.id!r}", stage2.warmup_ratio)
+                for user in self.with_history
+                if n_user_steps(len(user.history), stage2) == 1
+            ]
+        raise_if_any(
+            [
+                UserError(
+                    expected="at least two optimizer steps: with a warm-up the first has rate 0",
+                    found="one step",
+                    where=f"{where}, option {option}",
+                    fix=f"raise {option}.epochs, or set {option}.warmup_ratio=0",
+                )
+                for option, where, warmup_ratio in problems
+                if warmup_ratio > 0
+            ]
+        )
 
     @property
     def _needs_training(self) -> bool:

@@ -1,8 +1,10 @@
-"""The learning-rate schedules of both stages."""
+"""Steps and learning rates of both stages."""
 
 from __future__ import annotations
 
 import math
+
+from lamp_eval.config import TaskAdapterConfig, UserAdapterConfig
 
 
 def learning_rate_factor(step: int, n_steps: int, warmup_ratio: float, schedule: str) -> float:
@@ -22,3 +24,14 @@ def learning_rate_factor(step: int, n_steps: int, warmup_ratio: float, schedule:
         return step / n_warmup
     progress = (step - n_warmup) / max(1, n_steps - n_warmup)
     return 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
+
+
+def n_task_steps(n_examples: int, recipe: TaskAdapterConfig) -> int:
+    """Optimizer steps of the recipe; the last batch of an epoch may be smaller."""
+    steps = recipe.epochs * math.ceil(n_examples / recipe.batch_size)
+    return steps if recipe.max_steps is None else min(steps, recipe.max_steps)
+
+
+def n_user_steps(n_examples: int, recipe: UserAdapterConfig) -> int:
+    """`epochs · ceil(n / accumulation)`: a window never crosses the end of an epoch."""
+    return recipe.epochs * math.ceil(n_examples / recipe.accumulation)

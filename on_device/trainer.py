@@ -15,7 +15,7 @@ from mlx.utils import tree_map
 from lamp_eval.config import UserAdapterConfig
 from lamp_eval.errors import UserError
 from lamp_eval.records import Example, n_common_tokens
-from lamp_eval.schedule import learning_rate_factor
+from lamp_eval.schedule import learning_rate_factor, n_user_steps
 from on_device.model import DeviceModel
 
 # States below the first adapted block do not change; up to this size they are kept across epochs.
@@ -32,11 +32,6 @@ class UserStep:
     n_steps: int
     loss: float
     n_tokens: int
-
-
-def n_user_steps(n_examples: int, recipe: UserAdapterConfig) -> int:
-    """`epochs · ceil(n / accumulation)`: a window never crosses the end of an epoch."""
-    return recipe.epochs * math.ceil(n_examples / recipe.accumulation)
 
 
 def train_user_adapter(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from lamp_eval.config import TaskAdapterConfig
 from lamp_eval.errors import UserError
 from lamp_eval.records import Example, n_common_tokens
-from lamp_eval.schedule import learning_rate_factor
+from lamp_eval.schedule import learning_rate_factor, n_task_steps
 
 IGNORED = -100  # the label of tokens without loss
 
@@ -47,12 +46,6 @@ def torch_device(name: str) -> torch.device:
             fix="choose executor.torch_device=auto",
         )
     return torch.device(name)
-
-
-def n_task_steps(n_examples: int, recipe: TaskAdapterConfig) -> int:
-    """Optimizer steps of the recipe; the last batch of an epoch may be smaller."""
-    steps = recipe.epochs * math.ceil(n_examples / recipe.batch_size)
-    return steps if recipe.max_steps is None else min(steps, recipe.max_steps)
 
 
 def train_task_adapter(

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+# Before torch and MLX are loaded: on a busy machine their tiny products spin for each other.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 
 @pytest.fixture(scope="session")
 def lamp_data() -> Path:

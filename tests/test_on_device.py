@@ -1,11 +1,10 @@
 """The device side against plain references: conversion, training, generation."""
 
-import on_device  # isort: skip  # noqa: F401  # loads the BLAS, before MLX
+import tiny  # isort: skip  # noqa: F401  # loads the BLAS, before MLX
 
 import hashlib
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,15 +34,6 @@ RECIPE = UserAdapterConfig(
 )
 SEED = 7
 NO_EOS = VOCABULARY  # no token has this id
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads cost more than they save on matrices this small, far more on a busy machine."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,9 @@
 """Stage 1 against a plain reference, and what `build_base` does with its adapters."""
 
-import on_device  # isort: skip  # noqa: F401  # loads the BLAS, before MLX
+import tiny  # isort: skip  # noqa: F401  # loads the BLAS, before MLX
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,15 +40,6 @@ RECIPE = TaskAdapterConfig(
     epochs=2,
     clip_norm=1.0,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads cost more than they save on matrices this small, far more on a busy machine."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
 
 
 @pytest.fixture(scope="module")
