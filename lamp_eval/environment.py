@@ -6,9 +6,10 @@ import platform
 import resource
 import subprocess
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
+
+from lamp_eval.errors import UserError
 
 PACKAGES = (
     "lamp_eval",
@@ -62,21 +63,28 @@ def git(*arguments: str) -> str | None:
     return str(done.stdout).strip()
 
 
-def peak_memory_bytes() -> int:
-    """The process's largest resident size so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux
+def torch_device(name: str) -> str:
+    """The device that torch computes on: `auto` takes CUDA, then MPS, then the CPU.
 
-
-def flops_per_second() -> float:
-    """Speed of a float32 matrix product in torch, measured for a moment."""
+    Raises:
+        UserError: the device is not there.
+    """
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    a, b = torch.rand(256, 1024, device=device), torch.rand(1024, 1024, device=device)
-    (a @ b).sum().item()
-    n, start = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < 0.1:
-        (a @ b).sum().item()
-        n += 1
-    return float(n) * 2 * 256 * 1024 * 1024 / elapsed
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        return next((device for device, there in available.items() if there), "cpu")
+    if not available.get(name, True):
+        raise UserError(
+            expected=f"a {name} device",
+            found="none that torch can use",
+            where="option executor.torch_device",
+            fix="choose executor.torch_device=auto",
+        )
+    return name
+
+
+def peak_memory_bytes(who: int) -> int:
+    """The largest resident size so far of `RUSAGE_SELF`, or of the largest ended child."""
+    peak = resource.getrusage(who).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux

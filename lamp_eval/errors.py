@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 
 class UserError(Exception):
@@ -18,6 +20,14 @@ class UserError(Exception):
     def __init__(self, *, expected: str, found: str, where: str, fix: str) -> None:
         self.expected, self.found, self.where, self.fix = expected, found, where, fix
         super().__init__(str(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For the way from a child process: the arguments are keywords, which pickle leaves out."""
+        return partial(type(self), **self._arguments()), (), self.__dict__
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"expected": self.expected, "found": self.found, "where": self.where,
+                "fix": self.fix}  # fmt: skip
 
     def __str__(self) -> str:
         return (
@@ -43,6 +53,9 @@ class InputProblems(UserError):
         super().__init__(
             expected=first.expected, found=first.found, where=first.where, fix=first.fix
         )
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"problems": self.problems}
 
     def __str__(self) -> str:
         lines = [str(problem) for problem in self.problems[: self.SHOWN]]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -18,16 +19,17 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from lamp_eval import display, environment
+from lamp_eval import display, environment, estimate
 from lamp_eval.arms import Arm, arm, donors
+from lamp_eval.child import Child
 from lamp_eval.config import RunConfig, n_adapted_blocks
 from lamp_eval.data import Corpus
 from lamp_eval.errors import UserError, raise_if_any
 from lamp_eval.metrics import score_output
 from lamp_eval.prompts import Encoder
-from lamp_eval.records import Example, Prediction, Request, User, n_common_tokens
+from lamp_eval.records import Example, Prediction, Request, User
 from lamp_eval.results import StageRecord
-from lamp_eval.schedule import n_task_steps, n_user_steps
+from lamp_eval.schedule import TrainingStep, n_task_steps, n_user_steps
 from lamp_eval.seeds import user_seed
 from lamp_eval.store import Store, key_hash
 from lamp_eval.tasks import Task
@@ -72,7 +74,10 @@ class Pipeline:
         )
         self.encoder = Encoder(load_tokenizer(self.model.path), task, config.protocol)
         self.arms: dict[str, Arm] = {name: arm(name, config.protocol) for name in config.arms}
+        self.torch_device = environment.torch_device(config.executor.torch_device)
         self.stages: list[StageRecord] = []
+        self._child = Child()
+        self._peak_beside_child = 0  # bytes
         self.with_history = [user for user in corpus.users if user.history]
         self.donors: dict[str, str] = {}
         if "cross_user" in self.arms and len(self.with_history) > 1:
@@ -201,7 +206,8 @@ class Pipeline:
             "recipe": {n: v for n, v in asdict(self.config.adapter.task).items() if n != "path"},
             "examples": _hash_examples(self.task_examples),
             "seed": self.config.seed,
-            "device": self.config.executor.torch_device,
+            "device": self.torch_device,
+            "tokens_per_pass": self.config.executor.tokens_per_pass,
         }
         return _Unit("task_adapters", "task adapter", key)
 
@@ -241,6 +247,7 @@ class Pipeline:
             "base": key_hash(self.base_units[True].key),
             "recipe": asdict(self.recipe),
             "device": environment.mlx_device(),
+            "tokens_per_pass": self.config.executor.tokens_per_pass,
         }
         return {
             user.id: _Unit(
@@ -313,10 +320,12 @@ class Pipeline:
 
     def execute(self, progress: Progress) -> None:
         """Computes what is missing, in order; each unit is kept as soon as it is done."""
-        if self.task_unit:
-            self._build(progress, [self.task_unit], "task adapter", self._train_task_adapter)
-        bases = list(self.base_units.values())
-        self._build(progress, bases, "merge and quantize", self._build_base)
+        with self._child:
+            if self.task_unit:
+                self._build(progress, [self.task_unit], "task adapter", self._train_task_adapter)
+            bases = list(self.base_units.values())
+            self._build(progress, bases, "merge and quantize", self._build_base)
+        self._peak_beside_child = environment.peak_memory_bytes(resource.RUSAGE_SELF)
         adapters = list(self.user_units.values())
         if adapters:
             self._build(progress, adapters, "user adapters", self._train_user_adapter)
@@ -363,59 +372,48 @@ class Pipeline:
         progress.update(bar, description=f"{title}{' (reused)' if all_reused else ''}")
 
     def _train_task_adapter(self, unit: _Unit, folder: Path, progress: Progress, bar: Any) -> None:
-        from recipes.task_adapter import TaskStep, torch_device, train_task_adapter
-
-        def on_step(step: TaskStep) -> None:
-            line.update(steps, completed=step.step, total=step.n_steps,
-                        description=f"  step, loss {step.loss:.3f}")  # fmt: skip
-            _count_tokens(line, steps, step.n_tokens)
-
-        with _sub_bar(progress, "  loading torch") as (line, steps):
-            train_task_adapter(
+        with _step_bar(progress, "  loading torch") as show_step:
+            self._child.run(
+                "recipes.task_adapter:train_task_adapter",
                 self.model.path,
                 self.task_examples,
                 self.config.adapter.task,
                 seed=self.config.seed,
-                device=torch_device(self.config.executor.torch_device),
+                device=self.torch_device,
+                tokens_per_pass=self.config.executor.tokens_per_pass,
                 adapter_dir=folder,
-                on_step=on_step,
+                report=show_step,
             )
 
     def _build_base(self, unit: _Unit, folder: Path, progress: Progress, bar: Any) -> None:
-        import on_device  # noqa: F401  # loads the BLAS before MLX
-        from recipes.base import build_base
-
         adapter: str | None = None
         if unit.key["adapter"] is not None:
             adapter = self.config.adapter.task.path or str(
                 self.store.path(self.task_unit.stage, self.task_unit.key)  # type: ignore[union-attr]
             )
-        error = build_base(
+        error = self._child.run(
+            "recipes.base:build_base",
             self.model.path,
             adapter,
             self.config.quantization,
             dtype=self.config.model.dtype,
             base_dir=folder,
-            notify=lambda line: progress.update(bar, description=f"{unit.what}: {line}"[:40]),
+            report=lambda line: progress.update(bar, description=f"{unit.what}: {line}"[:40]),
         )
         (folder / "parity.json").write_text(json.dumps({"parity_error": error}) + "\n")
 
     def _train_user_adapter(self, unit: _Unit, folder: Path, progress: Progress, bar: Any) -> None:
-        from on_device.trainer import UserStep, train_user_adapter
-
-        def on_step(step: UserStep) -> None:
-            line.update(steps, completed=step.step, total=step.n_steps,
-                        description=f"  step, loss {step.loss:.3f}")  # fmt: skip
-            _count_tokens(line, steps, step.n_tokens)
+        from on_device.trainer import train_user_adapter
 
         model = self._device_model(True)
-        with _sub_bar(progress, "  step") as (line, steps):
+        with _step_bar(progress, "  step") as show_step:
             train_user_adapter(
                 model,
                 self.user_examples(self._users[unit.what]),
                 self.recipe,
                 seed=unit.key["seed"],
-                on_step=on_step,
+                tokens_per_pass=self.config.executor.tokens_per_pass,
+                report=show_step,
             )
         model.save_adapter(folder, self.recipe)
 
@@ -496,41 +494,33 @@ class Pipeline:
             errors[unit.what] = json.loads(text)["parity_error"]
         return errors
 
-    def _estimate_seconds(self, missing: Mapping[str, Sequence[_Unit]]) -> float:
-        """From counted tokens and the machine's matrix speed; right within about a factor of 2.
+    def peak_memory_bytes(self) -> int:
+        """The run's largest resident size; the child's largest and ours beside it count as one."""
+        own = environment.peak_memory_bytes(resource.RUSAGE_SELF)
+        child = environment.peak_memory_bytes(resource.RUSAGE_CHILDREN)
+        return max(own, self._peak_beside_child + child)
 
-        The factors are the float operations per token and parameter that each stage would need at
-        the speed of a plain float32 product, as measured on a 2-core CPU with SmolLM2-135M.
-        """
+    def _estimate_seconds(self, missing: Mapping[str, Sequence[_Unit]]) -> float:
+        """Right within about a factor of 2; stage 1 is faster where torch has a GPU to itself."""
         if not any(missing.values()):
             return 0.0
         n_parameters = sum(p.stat().st_size for p in self.model.path.glob("*.safetensors")) / (
             4 if self.config.model.dtype == "float32" else 2
         )
-        recipe, work = self.config.adapter.task, 0.0
+        work = 0.0
         if missing["task adapter"]:
-            n_examples = len(self.task_examples)
-            n_steps = recipe.epochs * n_examples / recipe.batch_size
-            share = min(1.0, (recipe.max_steps or n_steps) / n_steps)
-            work += 6 * share * recipe.epochs * _n_computed(self.task_examples, recipe.batch_size)
+            n_tokens = estimate.n_task_tokens(self.task_examples, self.config.adapter.task)
+            work += estimate.TASK_ADAPTER * n_tokens
         for unit in missing["user adapters"]:
             examples = self.user_examples(self._users[unit.what])
-            work += 12 * self.recipe.epochs * _n_computed(examples, self.recipe.accumulation)
+            work += estimate.USER_ADAPTER * estimate.n_user_tokens(examples, self.recipe)
         for unit in missing["arms × users"]:
             name, user_id = unit.what.split(", ", 1)
             prompts = [request.prompt for request in self.requests(name, self._users[user_id])]
-            n_common = n_common_tokens(prompts)
-            n_tokens = sum(len(p) - n_common + self.task.max_new_tokens for p in prompts)
-            work += 6 * (n_common + n_tokens)
-        seconds = work * n_parameters / environment.flops_per_second()
+            n_new = self.task.max_new_tokens
+            work += estimate.ANSWERS * estimate.n_answer_tokens(prompts, n_new)
+        seconds = work * n_parameters / estimate.flops_per_second()
         return float(10 + 5 * len(missing["bases"]) + seconds)
-
-
-def _n_computed(examples: Sequence[Example], batch_size: int) -> float:
-    """Tokens of one epoch when each batch computes the common beginning once."""
-    n_common = n_common_tokens([example.tokens[: example.answer_start] for example in examples])
-    n_own = sum(len(example.tokens) - n_common for example in examples)
-    return n_own + n_common * len(examples) / batch_size
 
 
 def _hash_examples(examples: Iterable[Example]) -> str:
@@ -541,11 +531,17 @@ def _hash_examples(examples: Iterable[Example]) -> str:
 
 
 @contextmanager
-def _sub_bar(progress: Progress, description: str) -> Any:
-    """A second bar that is there while one unit is computed."""
+def _step_bar(progress: Progress, description: str) -> Iterator[Callable[[TrainingStep], None]]:
+    """A second bar that is there while one adapter is trained; what it gives shows a step."""
     bar = progress.add_task(description, total=None, tokens=0)
+
+    def show(step: TrainingStep) -> None:
+        progress.update(bar, completed=step.step, total=step.n_steps,
+                        description=f"  step, loss {step.loss:.3f}")  # fmt: skip
+        _count_tokens(progress, bar, step.n_tokens)
+
     try:
-        yield progress, bar
+        yield show
     finally:
         progress.remove_task(bar)
 

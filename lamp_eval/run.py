@@ -93,7 +93,7 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
         cut_words={name: sum(counts) for name, counts in n_cut.items()},
         stages=pipeline.stages,
         seconds_by_stage=_seconds_by_stage(pipeline.stages),
-        peak_memory_bytes=environment.peak_memory_bytes(),
+        peak_memory_bytes=pipeline.peak_memory_bytes(),
         leaderboard=rows,
     )
     adapter_of = {

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from lamp_eval.config import TaskAdapterConfig, UserAdapterConfig
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """One optimizer step: its number from 1, mean loss per answer token in nats, and its tokens."""
+
+    step: int
+    n_steps: int
+    loss: float
+    n_tokens: int
 
 
 def learning_rate_factor(step: int, n_steps: int, warmup_ratio: float, schedule: str) -> float:

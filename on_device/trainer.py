@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,23 +14,11 @@ from mlx.utils import tree_map
 from lamp_eval.config import UserAdapterConfig
 from lamp_eval.errors import UserError
 from lamp_eval.records import Example, n_common_tokens
-from lamp_eval.schedule import learning_rate_factor, n_user_steps
+from lamp_eval.schedule import TrainingStep, learning_rate_factor, n_user_steps
 from on_device.model import DeviceModel
 
 # States below the first adapted block do not change; up to this size they are kept across epochs.
 KEPT_STATES_BYTES = 512 * 2**20
-# Larger batches are computed one example at a time: activations grow with the tokens of a batch.
-MAX_BATCH_TOKENS = 2048
-
-
-@dataclass(frozen=True)
-class UserStep:
-    """One optimizer step: its number from 1, loss in nats per supervised token, tokens seen."""
-
-    step: int
-    n_steps: int
-    loss: float
-    n_tokens: int
 
 
 def train_user_adapter(
@@ -40,7 +27,8 @@ def train_user_adapter(
     recipe: UserAdapterConfig,
     *,
     seed: int,
-    on_step: Callable[[UserStep], None],
+    tokens_per_pass: int,
+    report: Callable[[TrainingStep], None],
 ) -> None:
     """Trains the model's adapter from fresh values; the result stays set on the model.
 
@@ -54,7 +42,8 @@ def train_user_adapter(
         examples: the user's examples, oldest first; not empty.
         recipe: optimizer and schedule.
         seed: the user's own; of the adapter's initial values and the order of examples.
-        on_step: called after each optimizer step.
+        tokens_per_pass: windows that are longer are computed one example at a time.
+        report: called after each optimizer step.
 
     Raises:
         UserError: the loss is not finite.
@@ -92,7 +81,7 @@ def train_user_adapter(
         for start in range(0, len(order), recipe.accumulation):
             window = [examples[i] for i in order[start : start + recipe.accumulation]]
             total, gradients = mx.array(0.0), None
-            for batch in _batches(window, share=not recipe.checkpoint):
+            for batch in _batches(window, 0 if recipe.checkpoint else tokens_per_pass):
                 loss, own = loss_and_gradients(batch, *frozen.of(batch))
                 total = total + loss
                 gradients = own if gradients is None else tree_map(mx.add, gradients, own)
@@ -115,7 +104,7 @@ def train_user_adapter(
             mx.eval(device_model.adapter(), optimizer.state)
             step += 1
             n_tokens = sum(len(example.tokens) for example in window)
-            on_step(UserStep(step, n_steps, mean_loss, n_tokens))
+            report(TrainingStep(step, n_steps, mean_loss, n_tokens))
 
 
 class SharedPrefix:
@@ -166,7 +155,7 @@ class _Batch:
         self.key = (self.prefix, tuple(rest))
 
 
-def _batches(window: Sequence[Example], *, share: bool) -> list[_Batch]:
+def _batches(window: Sequence[Example], max_shared_tokens: int) -> list[_Batch]:
     """The window in one batch where the shared beginning saves work, else one by one.
 
     Not with checkpointing: the recomputed prefix would not pass its gradient on.
@@ -174,7 +163,7 @@ def _batches(window: Sequence[Example], *, share: bool) -> list[_Batch]:
     n_common = n_common_tokens([example.tokens[: example.answer_start] for example in window])
     longest = max(len(example.tokens) for example in window)
     n_shared = n_common + len(window) * (longest - n_common)
-    if share and n_common and len(window) > 1 and n_shared <= MAX_BATCH_TOKENS:
+    if n_common and len(window) > 1 and n_shared <= max_shared_tokens:
         if n_shared < sum(len(example.tokens) for example in window):
             return [_Batch(window, n_common)]
     return [_Batch([example], 0) for example in window]

@@ -34,7 +34,7 @@ def build_base(
     *,
     dtype: str,
     base_dir: Path,
-    notify: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> float:
     """Writes the MLX checkpoint that user adapters are trained on.
 
@@ -44,7 +44,7 @@ def build_base(
         quantization: bits, group size and the embedding's bits.
         dtype: of the merged weights, and so of the quantization's scales.
         base_dir: an existing, empty directory.
-        notify: called with a line for each step.
+        report: called with a line for each step.
 
     Returns:
         The largest difference of the logits of torch and MLX, both in float32 before
@@ -54,9 +54,9 @@ def build_base(
         UserError: the adapter does not fit the model, or the logits differ.
     """
     merged_dir = base_dir / "merged"
-    notify("merging in float32" if adapter else "converting")
+    report("merging in float32" if adapter else "converting")
     expected = _merge(model_dir, adapter, merged_dir)
-    notify("comparing the logits of torch and MLX")
+    report("comparing the logits of torch and MLX")
     model, config = load_model(merged_dir)
     prompt = mx.array(_prompt_ids(model_dir))[None]
     found = np.array(model(prompt).astype(mx.float32))[0]
@@ -69,7 +69,7 @@ def build_base(
             fix="a parameter of config.json is lost in the conversion (rope_theta, most often); "
             "compare the two config.json, or choose another model",
         )
-    notify(f"quantizing ({quantization.name})")
+    report(f"quantizing ({quantization.name})")
     model.set_dtype(getattr(mx, dtype))
     if quantization.bits is not None:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints the bits per weight

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,38 +14,9 @@ from transformers import AutoModelForCausalLM
 from lamp_eval.config import TaskAdapterConfig
 from lamp_eval.errors import UserError
 from lamp_eval.records import Example, n_common_tokens
-from lamp_eval.schedule import learning_rate_factor, n_task_steps
+from lamp_eval.schedule import TrainingStep, learning_rate_factor, n_task_steps
 
 IGNORED = -100  # the label of tokens without loss
-
-
-@dataclass(frozen=True)
-class TaskStep:
-    """One optimizer step: its number from 1, mean loss per answer token in nats, and its tokens."""
-
-    step: int
-    n_steps: int
-    loss: float
-    n_tokens: int
-
-
-def torch_device(name: str) -> torch.device:
-    """The device by name; `auto` takes CUDA, then MPS, then the CPU.
-
-    Raises:
-        UserError: the device is not there.
-    """
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if name == "auto":
-        name = next((device for device, there in available.items() if there), "cpu")
-    if not available.get(name, True):
-        raise UserError(
-            expected=f"a {name} device",
-            found="none that torch can use",
-            where="option executor.torch_device",
-            fix="choose executor.torch_device=auto",
-        )
-    return torch.device(name)
 
 
 def train_task_adapter(
@@ -54,26 +25,31 @@ def train_task_adapter(
     recipe: TaskAdapterConfig,
     *,
     seed: int,
-    device: torch.device,
+    device: str,
+    tokens_per_pass: int,
     adapter_dir: Path,
-    on_step: Callable[[TaskStep], None],
+    report: Callable[[TrainingStep], None],
 ) -> None:
     """Trains the task adapter and writes it in PEFT's format.
+
+    A batch is computed in passes of at most `tokens_per_pass` tokens, or one example where that
+    alone is longer; the gradient is that of the mean over all answer tokens of the batch.
 
     Args:
         model_dir: a transformers checkpoint.
         examples: token ids with their answer spans; not empty.
         recipe: rank, projections, optimizer and schedule.
         seed: of the adapter's initial values, the order of examples and dropout.
-        device: where to train; bfloat16 on CUDA, float32 elsewhere.
+        device: `cuda`, `mps` or `cpu`; bfloat16 on CUDA, float32 elsewhere.
+        tokens_per_pass: bounds the memory, at about 1 MB per token in float32 for 135M parameters.
         adapter_dir: an existing, empty directory.
-        on_step: called after each optimizer step.
+        report: called after each optimizer step.
 
     Raises:
         UserError: the loss is not finite, or a projection does not exist.
     """
     torch.manual_seed(seed)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(device)
     names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
     missing = [name for name in recipe.projections if name not in names]
@@ -105,19 +81,22 @@ def train_task_adapter(
         factor = learning_rate_factor(step, n_steps, recipe.warmup_ratio, recipe.schedule)
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * factor
-        loss = _loss(model, batch, device)
-        if not torch.isfinite(loss):
+        n_supervised, loss = sum(example.n_supervised_tokens for example in batch), 0.0
+        for part in _passes(batch, tokens_per_pass):
+            mean = _loss_sum(model, part, device) / n_supervised
+            mean.backward()
+            loss += mean.item()
+        if not math.isfinite(loss):
             raise UserError(
                 expected="a finite loss",
-                found=f"{loss.item()} at step {step + 1} of {n_steps}",
+                found=f"{loss} at step {step + 1} of {n_steps}",
                 where="stage 1, the task adapter",
                 fix="lower adapter.task.learning_rate",
             )
-        loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, recipe.clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        on_step(TaskStep(step + 1, n_steps, loss.item(), sum(len(e.tokens) for e in batch)))
+        report(TrainingStep(step + 1, n_steps, loss, sum(len(e.tokens) for e in batch)))
     model.save_pretrained(adapter_dir)
 
 
@@ -136,8 +115,21 @@ def _batches(
     return batches[:n_steps]
 
 
-def _loss(model: torch.nn.Module, batch: Sequence[Example], device: torch.device) -> torch.Tensor:
-    """Mean cross-entropy over the answer tokens of a batch.
+def _passes(batch: Sequence[Example], max_tokens: int) -> list[list[Example]]:
+    """A batch in parts of at most `max_tokens` computed tokens; rows of like length together."""
+    n_common = n_common_tokens([example.tokens[: example.answer_start] for example in batch])
+    passes: list[list[Example]] = [[]]
+    for example in sorted(batch, key=lambda example: len(example.tokens)):
+        longest = len(example.tokens)  # so far: they come in order
+        n_rows = len(passes[-1]) + 1
+        if n_rows > 1 and n_common + n_rows * (longest - n_common) > max_tokens:
+            passes.append([])
+        passes[-1].append(example)
+    return passes
+
+
+def _loss_sum(model: torch.nn.Module, batch: Sequence[Example], device: str) -> torch.Tensor:
+    """Summed cross-entropy over the answer tokens of a batch.
 
     The prompts' common beginning, most of a short prompt, is computed once and its keys and values
     are shared by all rows; gradients flow through it from every row. The rest is padded on the
@@ -173,5 +165,8 @@ def _loss(model: torch.nn.Module, batch: Sequence[Example], device: torch.device
         use_cache=shared is not None,
     ).logits[:, :-1]  # (B, K − 1, V)
     return torch.nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), labels.to(device).flatten(), ignore_index=IGNORED
+        logits.float().flatten(0, 1),
+        labels.to(device).flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
     )

@@ -22,10 +22,11 @@ import recipes.base
 from lamp_eval.config import QuantizationConfig, UserAdapterConfig
 from lamp_eval.errors import UserError
 from lamp_eval.records import Example
+from lamp_eval.schedule import TrainingStep, n_user_steps
 from on_device import trainer
 from on_device.generate import Answer, generate
 from on_device.model import WEIGHTS, DeviceModel
-from on_device.trainer import UserStep, n_user_steps, train_user_adapter
+from on_device.trainer import train_user_adapter
 from recipes.base import build_base
 
 NONE = QuantizationConfig(name="none", bits=None, embedding_bits=None)
@@ -62,7 +63,7 @@ def _convert(model_dir: Path, quantization: QuantizationConfig, base_dir: Path, 
         quantization,
         dtype=given["dtype"],
         base_dir=base_dir,
-        notify=lambda line: None,
+        report=lambda line: None,
     )
 
 
@@ -88,9 +89,11 @@ def _train(
     examples: list[Example],
     recipe: UserAdapterConfig = RECIPE,
     seed: int = SEED,
-) -> tuple[list[UserStep], dict[str, np.ndarray]]:
-    steps: list[UserStep] = []
-    train_user_adapter(model, examples, recipe, seed=seed, on_step=steps.append)
+) -> tuple[list[TrainingStep], dict[str, np.ndarray]]:
+    steps: list[TrainingStep] = []
+    train_user_adapter(
+        model, examples, recipe, seed=seed, tokens_per_pass=2048, report=steps.append
+    )
     return steps, {name: np.array(tensor) for name, tensor in model.adapter().items()}
 
 

@@ -17,19 +17,18 @@ from tiny import VOCABULARY, make_tiny_model
 from transformers import AutoModelForCausalLM
 
 from lamp_eval.config import QuantizationConfig, TaskAdapterConfig
+from lamp_eval.environment import torch_device
 from lamp_eval.errors import UserError
 from lamp_eval.records import Example
+from lamp_eval.schedule import TrainingStep, n_task_steps
 from on_device.model import DeviceModel
 from recipes.base import build_base
 from recipes.task_adapter import (
-    TaskStep,
-    _loss,
-    n_task_steps,
-    torch_device,
+    _loss_sum,
+    _passes,
     train_task_adapter,
 )
 
-CPU = torch.device("cpu")
 NONE = QuantizationConfig(name="none", bits=None, embedding_bits=None)
 RECIPE = TaskAdapterConfig(
     rank=4,
@@ -66,18 +65,23 @@ def _examples(n: int, n_common: int = 0) -> list[Example]:
 
 
 def _train(
-    model_dir: Path, adapter_dir: Path, recipe: TaskAdapterConfig = RECIPE, seed: int = 3
-) -> list[TaskStep]:
+    model_dir: Path,
+    adapter_dir: Path,
+    recipe: TaskAdapterConfig = RECIPE,
+    seed: int = 3,
+    tokens_per_pass: int = 2048,
+) -> list[TrainingStep]:
     adapter_dir.mkdir(exist_ok=True)
-    steps: list[TaskStep] = []
+    steps: list[TrainingStep] = []
     train_task_adapter(
         model_dir,
         _examples(7, n_common=12),
         recipe,
         seed=seed,
-        device=CPU,
+        device="cpu",
+        tokens_per_pass=tokens_per_pass,
         adapter_dir=adapter_dir,
-        on_step=steps.append,
+        report=steps.append,
     )
     return steps
 
@@ -90,14 +94,15 @@ def _logits(model: torch.nn.Module) -> torch.Tensor:
 def _build(model_dir: Path, adapter: Path, base_dir: Path) -> float:
     base_dir.mkdir()
     return build_base(
-        model_dir, str(adapter), NONE, dtype="float32", base_dir=base_dir, notify=lambda line: None
+        model_dir, str(adapter), NONE, dtype="float32", base_dir=base_dir, report=lambda line: None
     )
 
 
 @pytest.mark.parametrize("n_examples", [1, 5])
 @pytest.mark.parametrize("n_common", [0, 1, 20])
+@pytest.mark.parametrize("tokens_per_pass", [1, 2048])
 def test_loss_and_gradients_equal_the_plain_computation(
-    model_dir: Path, n_common: int, n_examples: int
+    model_dir: Path, n_common: int, n_examples: int, tokens_per_pass: int
 ) -> None:
     torch.manual_seed(0)
     model = get_peft_model(
@@ -122,11 +127,33 @@ def test_loss_and_gradients_equal_the_plain_computation(
     gradients = {name: p.grad.clone() for name, p in parameters.items()}
     model.zero_grad()
 
-    found = _loss(model, batch, CPU)
-    found.backward()
+    passes = _passes(batch, tokens_per_pass)
+    assert len(passes) == (1 if tokens_per_pass > 1 else n_examples)
+    found = torch.tensor(0.0)
+    for part in passes:
+        mean = _loss_sum(model, part, "cpu") / n_supervised
+        mean.backward()
+        found = found + mean.detach()
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     for name, parameter in parameters.items():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-5)
+
+
+def test_passes_bound_the_tokens_and_lose_no_example() -> None:
+    batch = _examples(12, n_common=8)
+    passes = _passes(batch, 60)
+    assert sorted(e.tokens for part in passes for e in part) == sorted(e.tokens for e in batch)
+    assert 1 < len(passes) < 12
+    for part in passes:
+        longest = max(len(example.tokens) for example in part)
+        assert len(part) == 1 or 8 + len(part) * (longest - 8) <= 60
+
+
+def test_passes_do_not_change_what_is_learnt(model_dir: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, dropout=0.0)
+    whole = _train(model_dir, tmp_path / "whole", recipe)
+    parts = _train(model_dir, tmp_path / "parts", recipe, tokens_per_pass=40)
+    assert [s.loss for s in parts] == pytest.approx([s.loss for s in whole], rel=1e-4)
 
 
 def test_training_reports_each_step_and_lowers_the_loss(model_dir: Path, tmp_path: Path) -> None:
@@ -137,7 +164,7 @@ def test_training_reports_each_step_and_lowers_the_loss(model_dir: Path, tmp_pat
     n_tokens = sum(len(example.tokens) for example in _examples(7, n_common=12))
     assert sum(step.n_tokens for step in steps) == 10 * n_tokens
 
-    def mean(part: list[TaskStep]) -> float:
+    def mean(part: list[TrainingStep]) -> float:
         return sum(step.loss for step in part) / len(part)
 
     assert mean(steps[-3:]) < 0.8 * mean(steps[:3])
@@ -192,7 +219,8 @@ def test_missing_device_is_an_error() -> None:
         pytest.skip("there is a CUDA device")
     with pytest.raises(UserError, match="cuda"):
         torch_device("cuda")
-    assert torch_device("cpu").type == "cpu"
+    assert torch_device("cpu") == "cpu"
+    assert torch_device("auto") in ("cpu", "mps")
 
 
 @pytest.mark.parametrize("shape", [{"hidden": 32}, {"n_blocks": 6}, {"n_blocks": 2}])

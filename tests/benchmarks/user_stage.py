@@ -88,7 +88,8 @@ def ours(base: Path, n_prompt: int, n_common: int, n_steps: int, accumulation: i
         [Example(tuple(tokens), start) for tokens, start in data],
         recipe,
         seed=0,
-        on_step=lambda step: times.append(now()),
+        tokens_per_pass=2048,
+        report=lambda step: times.append(now()),
     )
     return times
 
