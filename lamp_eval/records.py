@@ -86,3 +86,19 @@ def n_common_tokens(prompts: Sequence[Sequence[int]]) -> int:
         return 0
     shortest = min(len(prompt) for prompt in prompts)
     return min(len(os.path.commonprefix([list(prompt) for prompt in prompts])), shortest - 1)
+
+
+def passes(examples: Sequence[Example], max_tokens: int) -> list[list[Example]]:
+    """Examples in groups of at most `max_tokens` computed tokens, those of like length together.
+
+    The prompts' common beginning counts once, the rest with its padding. An example that is longer
+    is a group of its own.
+    """
+    n_common = n_common_tokens([example.tokens[: example.answer_start] for example in examples])
+    groups: list[list[Example]] = [[]]
+    for example in sorted(examples, key=lambda example: len(example.tokens)):
+        n_rows, longest = len(groups[-1]) + 1, len(example.tokens)
+        if n_rows > 1 and n_common + n_rows * (longest - n_common) > max_tokens:
+            groups.append([])
+        groups[-1].append(example)
+    return groups

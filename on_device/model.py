@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from mlx_lm.utils import dequantize_model, load_model
 
 from lamp_eval.config import UserAdapterConfig, n_adapted_blocks
 from lamp_eval.errors import UserError
+from on_device import cpu
 
 WEIGHTS = "adapters.safetensors"  # the file names of mlx-lm's adapter format
 CONFIG = "adapter_config.json"
@@ -41,6 +43,7 @@ class DeviceModel:
         if mx.default_device() == mx.cpu:
             self.model.set_dtype(mx.float32)
             self.model = dequantize_model(self.model)
+            cpu.speed_up(sys.modules[type(self.model).__module__])
         self.model.eval()
         self.model.freeze()
         inner = self.model.model

@@ -13,7 +13,7 @@ from mlx.utils import tree_map
 
 from lamp_eval.config import UserAdapterConfig
 from lamp_eval.errors import UserError
-from lamp_eval.records import Example, n_common_tokens
+from lamp_eval.records import Example, n_common_tokens, passes
 from lamp_eval.schedule import TrainingStep, learning_rate_factor, n_user_steps
 from on_device.model import DeviceModel
 
@@ -42,7 +42,7 @@ def train_user_adapter(
         examples: the user's examples, oldest first; not empty.
         recipe: optimizer and schedule.
         seed: the user's own; of the adapter's initial values and the order of examples.
-        tokens_per_pass: windows that are longer are computed one example at a time.
+        tokens_per_pass: bounds the memory; longer windows are computed in parts.
         report: called after each optimizer step.
 
     Raises:
@@ -156,17 +156,19 @@ class _Batch:
 
 
 def _batches(window: Sequence[Example], max_shared_tokens: int) -> list[_Batch]:
-    """The window in one batch where the shared beginning saves work, else one by one.
+    """The window in batches where a shared beginning saves work, else one by one.
 
     Not with checkpointing: the recomputed prefix would not pass its gradient on.
     """
-    n_common = n_common_tokens([example.tokens[: example.answer_start] for example in window])
-    longest = max(len(example.tokens) for example in window)
-    n_shared = n_common + len(window) * (longest - n_common)
-    if n_common and len(window) > 1 and n_shared <= max_shared_tokens:
-        if n_shared < sum(len(example.tokens) for example in window):
-            return [_Batch(window, n_common)]
-    return [_Batch([example], 0) for example in window]
+    batches = []
+    for group in passes(window, max_shared_tokens):
+        n_common = n_common_tokens([example.tokens[: example.answer_start] for example in group])
+        n_shared = n_common + len(group) * (len(group[-1].tokens) - n_common)
+        if len(group) > 1 and n_shared < sum(len(example.tokens) for example in group):
+            batches.append(_Batch(group, n_common))
+        else:
+            batches += [_Batch([example], 0) for example in group]
+    return batches
 
 
 def _padded(rows: Sequence[Sequence[float]]) -> mx.array:

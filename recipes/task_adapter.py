@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from lamp_eval.config import TaskAdapterConfig
 from lamp_eval.errors import UserError
-from lamp_eval.records import Example, n_common_tokens
+from lamp_eval.records import Example, n_common_tokens, passes
 from lamp_eval.schedule import TrainingStep, learning_rate_factor, n_task_steps
 
 IGNORED = -100  # the label of tokens without loss
@@ -82,7 +82,7 @@ def train_task_adapter(
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * factor
         n_supervised, loss = sum(example.n_supervised_tokens for example in batch), 0.0
-        for part in _passes(batch, tokens_per_pass):
+        for part in passes(batch, tokens_per_pass):
             mean = _loss_sum(model, part, device) / n_supervised
             mean.backward()
             loss += mean.item()
@@ -113,19 +113,6 @@ def _batches(
             for start in range(0, len(order), batch_size)
         ]
     return batches[:n_steps]
-
-
-def _passes(batch: Sequence[Example], max_tokens: int) -> list[list[Example]]:
-    """A batch in parts of at most `max_tokens` computed tokens; rows of like length together."""
-    n_common = n_common_tokens([example.tokens[: example.answer_start] for example in batch])
-    passes: list[list[Example]] = [[]]
-    for example in sorted(batch, key=lambda example: len(example.tokens)):
-        longest = len(example.tokens)  # so far: they come in order
-        n_rows = len(passes[-1]) + 1
-        if n_rows > 1 and n_common + n_rows * (longest - n_common) > max_tokens:
-            passes.append([])
-        passes[-1].append(example)
-    return passes
 
 
 def _loss_sum(model: torch.nn.Module, batch: Sequence[Example], device: str) -> torch.Tensor:

@@ -19,13 +19,12 @@ from transformers import AutoModelForCausalLM
 from lamp_eval.config import QuantizationConfig, TaskAdapterConfig
 from lamp_eval.environment import torch_device
 from lamp_eval.errors import UserError
-from lamp_eval.records import Example
+from lamp_eval.records import Example, passes
 from lamp_eval.schedule import TrainingStep, n_task_steps
 from on_device.model import DeviceModel
 from recipes.base import build_base
 from recipes.task_adapter import (
     _loss_sum,
-    _passes,
     train_task_adapter,
 )
 
@@ -127,10 +126,10 @@ def test_loss_and_gradients_equal_the_plain_computation(
     gradients = {name: p.grad.clone() for name, p in parameters.items()}
     model.zero_grad()
 
-    passes = _passes(batch, tokens_per_pass)
-    assert len(passes) == (1 if tokens_per_pass > 1 else n_examples)
+    parts = passes(batch, tokens_per_pass)
+    assert len(parts) == (1 if tokens_per_pass > 1 else n_examples)
     found = torch.tensor(0.0)
-    for part in passes:
+    for part in parts:
         mean = _loss_sum(model, part, "cpu") / n_supervised
         mean.backward()
         found = found + mean.detach()
@@ -141,10 +140,10 @@ def test_loss_and_gradients_equal_the_plain_computation(
 
 def test_passes_bound_the_tokens_and_lose_no_example() -> None:
     batch = _examples(12, n_common=8)
-    passes = _passes(batch, 60)
-    assert sorted(e.tokens for part in passes for e in part) == sorted(e.tokens for e in batch)
-    assert 1 < len(passes) < 12
-    for part in passes:
+    parts = passes(batch, 60)
+    assert sorted(e.tokens for part in parts for e in part) == sorted(e.tokens for e in batch)
+    assert 1 < len(parts) < 12
+    for part in parts:
         longest = max(len(example.tokens) for example in part)
         assert len(part) == 1 or 8 + len(part) * (longest - 8) <= 60
 
