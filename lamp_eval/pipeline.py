@@ -1,360 +1,76 @@
-"""The work of a run: what each output depends on, what is there already, and how to make it."""
+"""The work of a run: computes what its plan is missing, and gathers the predictions."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import resource
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
-from lamp_eval import display, environment, estimate
-from lamp_eval.arms import Arm, arm, donors
+from lamp_eval import display, environment
 from lamp_eval.child import Child
-from lamp_eval.config import RunConfig, n_adapted_blocks
-from lamp_eval.data import Corpus
-from lamp_eval.errors import UserError, raise_if_any
+from lamp_eval.errors import UserError
 from lamp_eval.metrics import score_output
-from lamp_eval.prompts import Encoder
-from lamp_eval.records import Example, Prediction, Request, User
+from lamp_eval.plan import Plan, Unit
+from lamp_eval.records import Prediction
 from lamp_eval.results import StageRecord
-from lamp_eval.schedule import TrainingStep, n_task_steps, n_user_steps
-from lamp_eval.seeds import user_seed
-from lamp_eval.store import Store, key_hash
-from lamp_eval.tasks import Task
+from lamp_eval.schedule import TrainingStep
+from lamp_eval.store import key_hash
 
-# Raised when a stage computes something else from the same inputs: older outputs are left alone.
-STAGE_VERSION = 2
-
-Key = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """One thing to compute or to reuse: a folder in the store."""
-
-    stage: str
-    what: str
-    key: Key
+# How MLX and safetensors say that a disk or a quota is full, or a file too large.
+_NOT_WRITTEN = ("[write] Unable to write", "os error 28", "os error 122", "os error 27")
 
 
 class Pipeline:
-    """What a run needs, by name: keys are known before anything is computed."""
+    """Carries out a plan.
 
-    def __init__(self, config: RunConfig, task: Task, corpus: Corpus, console: Console) -> None:
-        from recipes.model_source import find_model, load_tokenizer
+    Attributes:
+        stages: the plan's units in the order of their work, whether computed or reused.
+    """
 
-        self.config, self.task, self.corpus, self.console = config, task, corpus, console
-        self.store = Store(Path(config.output_dir) / "stages")
-        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-        model = config.model
-        self.model = find_model(
-            name=model.name,
-            hub_id=model.hub_id,
-            path=model.path,
-            revision=model.revision,
-            wheel=model.wheel,
-            cache_dir=cache / "lamp_eval" / "models",
-            notify=lambda line: console.print(line, style="dim"),
-        )
-        n_blocks = json.loads((self.model.path / "config.json").read_text())["num_hidden_layers"]
-        self.recipe = replace(
-            config.adapter.user, blocks=n_adapted_blocks(config.adapter.user.blocks, n_blocks)
-        )
-        self.encoder = Encoder(load_tokenizer(self.model.path), task, config.protocol)
-        self.arms: dict[str, Arm] = {name: arm(name, config.protocol) for name in config.arms}
-        self.torch_device = environment.torch_device(config.executor.torch_device)
+    def __init__(self, plan: Plan, console: Console) -> None:
+        self.plan, self.console = plan, console
         self.stages: list[StageRecord] = []
         self._child = Child()
         self._peak_beside_child = 0  # bytes
-        self.with_history = [user for user in corpus.users if user.history]
-        self.donors: dict[str, str] = {}
-        if "cross_user" in self.arms and len(self.with_history) > 1:
-            self.donors = donors([user.id for user in self.with_history], config.seed)
-        self._users = {user.id: user for user in corpus.users}
-        self._requests: dict[tuple[str, int], list[Request]] = {}
-        self._examples: dict[str, list[Example]] = {}
         self._loaded: tuple[str, Any] | None = None
-
-    def check(self) -> None:
-        """Raises `UserError` for what can be known to fail before anything is computed."""
-        if "cross_user" in self.arms and not self.donors:
-            raise UserError(
-                expected="at least two users with a history, so that one can be the other's donor",
-                found=str(len(self.with_history)),
-                where="arm cross_user",
-                fix="evaluate more users, or remove cross_user from arms",
-            )
-        if self._needs_training and not self.task_examples:
-            raise UserError(
-                expected="examples to train the task adapter on",
-                found="none: the users of the task adapter have no history and no queries",
-                where="stage 1, the task adapter",
-                fix="give adapter.task.path=…, or data with histories",
-            )
-        self._check_steps()
-        folder = self.store.root
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                free = shutil.disk_usage(folder).free
-        except OSError as error:
-            raise UserError(
-                expected="a folder to write results into",
-                found=error.strerror or str(error),
-                where=f"option output_dir={self.config.output_dir}",
-                fix="set output_dir to a writable folder with free space",
-            ) from error
-        weights = sum(file.stat().st_size for file in self.model.path.glob("*.safetensors"))
-        # The merged float32 checkpoint is there beside the quantized one while it is compared.
-        n_bases = sum(not self._done(unit) for unit in self.base_units.values())
-        needed = (2 * weights + n_bases * weights) if n_bases else 0
-        if free < needed:
-            raise UserError(
-                expected=f"about {needed / 1e9:.1f} GB of free space for the bases",
-                found=f"{free / 1e9:.1f} GB",
-                where=f"option output_dir={self.config.output_dir}",
-                fix="free some space, or set output_dir to another disk",
-            )
-
-    def _check_steps(self) -> None:
-        """With a warm-up, step 0 has learning rate 0: a single step would train nothing."""
-        problems = []
-        stage1, stage2 = self.config.adapter.task, self.recipe
-        if self._needs_training and n_task_steps(len(self.task_examples), stage1) == 1:
-            problems.append(("adapter.task", "stage 1", stage1.warmup_ratio))
-        if any(a.user_adapter for a in self.arms.values()):
-            problems += [
-                ("adapter.user", f"user {user.id!r}", stage2.warmup_ratio)
-                for user in self.with_history
-                if n_user_steps(len(user.history), stage2) == 1
-            ]
-        raise_if_any(
-            [
-                UserError(
-                    expected="at least two optimizer steps: with a warm-up the first has rate 0",
-                    found="one step",
-                    where=f"{where}, option {option}",
-                    fix=f"raise {option}.epochs, or set {option}.warmup_ratio=0",
-                )
-                for option, where, warmup_ratio in problems
-                if warmup_ratio > 0
-            ]
-        )
-
-    @property
-    def _needs_training(self) -> bool:
-        adapted = any(a.task_adapter for a in self.arms.values())
-        return adapted and self.config.adapter.task.path is None
-
-    # What goes in
-
-    @cached_property
-    def task_examples(self) -> list[Example]:
-        """Stage 1's examples: other users' queries, or else the evaluated users' records."""
-        k = self.config.protocol.adapter_k
-        of = (
-            self.encoder.query_examples
-            if self.corpus.task_users_origin == "others"
-            else self.encoder.user_examples
-        )
-        return [example for user in self.corpus.task_users for example in of(user, k)]
-
-    def user_examples(self, user: User) -> list[Example]:
-        """Stage 2's examples of a user."""
-        if user.id not in self._examples:
-            k = self.config.protocol.adapter_k
-            self._examples[user.id] = self.encoder.user_examples(user, k)
-        return self._examples[user.id]
-
-    def requests(self, arm_name: str, user: User) -> list[Request]:
-        """The requests of an arm for a user; arms with the same prompts share them."""
-        k = self.arms[arm_name].n_retrieved
-        if (user.id, k) not in self._requests:
-            self._requests[user.id, k] = self.encoder.requests(user, k)
-        return self._requests[user.id, k]
-
-    def adapter_owner(self, arm_name: str, user: User) -> User | None:
-        """Whose adapter serves the user. A user without history is served by the task arm."""
-        kind = self.arms[arm_name].user_adapter
-        if kind is None or not user.history:
-            return None
-        return user if kind == "own" else self._users[self.donors[user.id]]
-
-    # The units of work, and what determines each
-
-    @cached_property
-    def task_unit(self) -> _Unit | None:
-        """Stage 1; None if an adapter is given or no arm needs one."""
-        if not self._needs_training:
-            return None
-        key = {
-            "version": STAGE_VERSION,
-            "packages": environment.versions("torch", "transformers", "peft"),
-            "model": self.model.fingerprint,
-            "recipe": {n: v for n, v in asdict(self.config.adapter.task).items() if n != "path"},
-            "examples": _hash_examples(self.task_examples),
-            "seed": self.config.seed,
-            "device": self.torch_device,
-            "tokens_per_pass": self.config.executor.tokens_per_pass,
-        }
-        return _Unit("task_adapters", "task adapter", key)
-
-    def _base_unit(self, task_adapter: bool) -> _Unit:
-        adapter: Key | None = None
-        if task_adapter and self.task_unit:
-            adapter = self.task_unit.key
-        elif task_adapter:
-            adapter = {"path": self.config.adapter.task.path, "files": self._given_adapter_hash}
-        key = {
-            "version": STAGE_VERSION,
-            "packages": environment.versions("torch", "transformers", "peft", "mlx", "mlx-lm"),
-            "model": self.model.fingerprint,
-            "adapter": adapter,
-            "quantization": asdict(self.config.quantization),
-            "dtype": self.config.model.dtype,
-        }
-        return _Unit("bases", "task base" if task_adapter else "base", key)
-
-    @cached_property
-    def _given_adapter_hash(self) -> str | None:
-        """SHA-256 of a local adapter's files; an id on the hub stands for itself."""
-        folder = Path(self.config.adapter.task.path or "")
-        if not folder.is_dir():
-            return None
-        files = sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors"))
-        return hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()
-
-    @cached_property
-    def user_units(self) -> dict[str, _Unit]:
-        """Stage 2 by user id: of the users with a history, if an arm needs their adapters."""
-        if not any(a.user_adapter for a in self.arms.values()):
-            return {}
-        shared = {
-            "version": STAGE_VERSION,
-            "packages": environment.versions("mlx", "mlx-lm"),
-            "base": key_hash(self.base_units[True].key),
-            "recipe": asdict(self.recipe),
-            "device": environment.mlx_device(),
-            "tokens_per_pass": self.config.executor.tokens_per_pass,
-        }
-        return {
-            user.id: _Unit(
-                "user_adapters",
-                user.id,
-                shared
-                | {
-                    "examples": _hash_examples(self.user_examples(user)),
-                    "seed": user_seed(self.config.seed, user.id),
-                },
-            )
-            for user in self.with_history
-        }
-
-    @cached_property
-    def prediction_units(self) -> dict[tuple[str, str], _Unit]:
-        """The answers of one arm to one user's queries, by arm and user id."""
-        shared = {
-            "version": STAGE_VERSION,
-            "packages": environment.versions("mlx", "mlx-lm"),
-            "max_new_tokens": self.task.max_new_tokens,
-            "batch_size": self.config.executor.batch_size,
-            "device": environment.mlx_device(),
-        }
-        units = {}
-        for name, chosen in self.arms.items():
-            base = key_hash(self.base_units[chosen.task_adapter].key)
-            for user in self.corpus.users:
-                owner = self.adapter_owner(name, user)
-                key = shared | {
-                    "base": base,
-                    "adapter": key_hash(self.user_units[owner.id].key) if owner else None,
-                    "prompts": [request.prompt_hash for request in self.requests(name, user)],
-                }
-                units[name, user.id] = _Unit("predictions", f"{name}, {user.id}", key)
-        return units
-
-    @cached_property
-    def base_units(self) -> dict[bool, _Unit]:
-        """The bases that the arms need: with (True) and without (False) the task adapter."""
-        wanted = sorted({chosen.task_adapter for chosen in self.arms.values()})
-        return {task_adapter: self._base_unit(task_adapter) for task_adapter in wanted}
-
-    # Before and during the work
-
-    def show_header(self) -> None:
-        """Says what will run, what is reused, and about how long the rest takes."""
-        config, corpus = self.config, self.corpus
-        missing, totals = self._missing()
-        say = self.console.print
-        say(f"[bold]{config.name}[/] · setting {config.setting} · {', '.join(self.arms)}")
-        kind = "SYNTHETIC users" if corpus.synthetic else "users"
-        n_queries = sum(len(user.queries) for user in corpus.users)
-        n_records = sum(len(user.history) for user in corpus.users)
-        say(f"  data: {len(corpus.users)} {kind}, {n_records} records, {n_queries} queries")
-        say(f"  model: {config.model.name} ({self.model.origin}), {config.quantization.name}")
-        if corpus.task_users_origin == "evaluated" and self._needs_training:
-            say("  [yellow]the task adapter is trained on the evaluated users' own histories: there"
-                " are no other users[/] (data.task_users)")  # fmt: skip
-        without = len(corpus.users) - len(self.with_history)
-        if without:
-            say(f"  [yellow]{without} users without a history[/]: the task arm serves them in user")
-        for name, total in totals.items():
-            n_missing = len(missing[name])
-            reused = f", {total - n_missing} reused" if n_missing < total else ""
-            if total:
-                say(f"  {name}: {n_missing} to do{reused}")
-        seconds = self._estimate_seconds(missing)
-        say(f"  estimated time: {display.duration(seconds)}" if seconds else "  nothing to compute")
 
     def execute(self, progress: Progress) -> None:
         """Computes what is missing, in order; each unit is kept as soon as it is done."""
         with self._child:
-            if self.task_unit:
-                self._build(progress, [self.task_unit], "task adapter", self._train_task_adapter)
-            bases = list(self.base_units.values())
+            if self.plan.task_unit:
+                self._build(
+                    progress, [self.plan.task_unit], "task adapter", self._train_task_adapter
+                )
+            bases = list(self.plan.base_units.values())
             self._build(progress, bases, "merge and quantize", self._build_base)
         self._peak_beside_child = environment.peak_memory_bytes(resource.RUSAGE_SELF)
-        adapters = list(self.user_units.values())
+        adapters = list(self.plan.user_units.values())
         if adapters:
             self._build(progress, adapters, "user adapters", self._train_user_adapter)
-        for name in self.arms:
-            answers = [self.prediction_units[name, user.id] for user in self.corpus.users]
+        for name in self.plan.arms:
+            answers = [self.plan.prediction_units[name, user.id] for user in self.plan.corpus.users]
             self._build(progress, answers, f"arm {name}", self._generate)
 
-    def _missing(self) -> tuple[dict[str, list[_Unit]], dict[str, int]]:
-        """The units to compute, and how many there are with those to reuse, by kind."""
-        units: dict[str, list[_Unit]] = {
-            "task adapter": [self.task_unit] if self.task_unit else [],
-            "bases": list(self.base_units.values()),
-            "user adapters": list(self.user_units.values()),
-            "arms × users": list(self.prediction_units.values()),
-        }
-        missing = {n: [unit for unit in us if not self._done(unit)] for n, us in units.items()}
-        return missing, {name: len(us) for name, us in units.items()}
-
-    def _done(self, unit: _Unit) -> bool:
-        return self.store.has(unit.stage, unit.key)
-
-    def _build(self, progress: Progress, units: Sequence[_Unit], title: str, work: Any) -> None:
+    def _build(self, progress: Progress, units: Sequence[Unit], title: str, work: Any) -> None:
         bar = progress.add_task(title, total=len(units), tokens=0)
         for unit in units:
-            start, reused = time.perf_counter(), self._done(unit)
+            start, reused = time.perf_counter(), self.plan.done(unit)
             if not reused:
                 progress.update(bar, description=f"{title} · {unit.what}"[:40])
-                with self.store.build(unit.stage, unit.key) as folder:
-                    work(unit, folder, progress, bar)
+                with self.plan.store.build(unit.stage, unit.key) as folder:
+                    try:
+                        work(unit, folder, progress, bar)
+                    except Exception as error:
+                        if any(words in str(error) for words in _NOT_WRITTEN):
+                            raise _not_written(error, folder.parent) from error
+                        raise
                 if not self.console.is_terminal:  # bars show there only at the end
                     seconds = display.duration(time.perf_counter() - start)
                     self.console.print(f"  {title} · {unit.what}: {seconds}")
@@ -362,7 +78,7 @@ class Pipeline:
                 StageRecord(
                     stage=unit.stage,
                     what=unit.what,
-                    path=str(self.store.path(unit.stage, unit.key)),
+                    path=str(self.plan.store.path(unit.stage, unit.key)),
                     reused=reused,
                     seconds=time.perf_counter() - start,
                 )
@@ -371,72 +87,72 @@ class Pipeline:
         all_reused = units and all(stage.reused for stage in self.stages[-len(units) :])
         progress.update(bar, description=f"{title}{' (reused)' if all_reused else ''}")
 
-    def _train_task_adapter(self, unit: _Unit, folder: Path, progress: Progress, bar: Any) -> None:
+    def _train_task_adapter(self, unit: Unit, folder: Path, progress: Progress, bar: Any) -> None:
         with _step_bar(progress, "  loading torch") as show_step:
             self._child.run(
                 "recipes.task_adapter:train_task_adapter",
-                self.model.path,
-                self.task_examples,
-                self.config.adapter.task,
-                seed=self.config.seed,
-                device=self.torch_device,
-                tokens_per_pass=self.config.executor.tokens_per_pass,
+                self.plan.model.path,
+                self.plan.task_examples,
+                self.plan.config.adapter.task,
+                seed=self.plan.config.seed,
+                device=self.plan.torch_device,
+                tokens_per_pass=self.plan.config.executor.tokens_per_pass,
                 adapter_dir=folder,
                 report=show_step,
             )
 
-    def _build_base(self, unit: _Unit, folder: Path, progress: Progress, bar: Any) -> None:
+    def _build_base(self, unit: Unit, folder: Path, progress: Progress, bar: Any) -> None:
         adapter: str | None = None
         if unit.key["adapter"] is not None:
-            adapter = self.config.adapter.task.path or str(
-                self.store.path(self.task_unit.stage, self.task_unit.key)  # type: ignore[union-attr]
+            adapter = self.plan.config.adapter.task.path or str(
+                self.plan.store.path(self.plan.task_unit.stage, self.plan.task_unit.key)  # type: ignore[union-attr]
             )
         error = self._child.run(
             "recipes.base:build_base",
-            self.model.path,
+            self.plan.model.path,
             adapter,
-            self.config.quantization,
-            dtype=self.config.model.dtype,
+            self.plan.config.quantization,
+            dtype=self.plan.config.model.dtype,
             base_dir=folder,
             report=lambda line: progress.update(bar, description=f"{unit.what}: {line}"[:40]),
         )
         (folder / "parity.json").write_text(json.dumps({"parity_error": error}) + "\n")
 
-    def _train_user_adapter(self, unit: _Unit, folder: Path, progress: Progress, bar: Any) -> None:
+    def _train_user_adapter(self, unit: Unit, folder: Path, progress: Progress, bar: Any) -> None:
         from on_device.trainer import train_user_adapter
 
         model = self._device_model(True)
         with _step_bar(progress, "  step") as show_step:
             train_user_adapter(
                 model,
-                self.user_examples(self._users[unit.what]),
-                self.recipe,
+                self.plan.user_examples(self.plan.users[unit.what]),
+                self.plan.recipe,
                 seed=unit.key["seed"],
-                tokens_per_pass=self.config.executor.tokens_per_pass,
+                tokens_per_pass=self.plan.config.executor.tokens_per_pass,
                 report=show_step,
             )
-        model.save_adapter(folder, self.recipe)
+        model.save_adapter(folder, self.plan.recipe)
 
-    def _generate(self, unit: _Unit, folder: Path, progress: Progress, bar: Any) -> None:
+    def _generate(self, unit: Unit, folder: Path, progress: Progress, bar: Any) -> None:
         from on_device.generate import generate
 
         arm_name, user_id = unit.what.split(", ", 1)
-        user, chosen = self._users[user_id], self.arms[arm_name]
+        user, chosen = self.plan.users[user_id], self.plan.arms[arm_name]
         model = self._device_model(chosen.task_adapter)
-        owner = self.adapter_owner(arm_name, user)
+        owner = self.plan.adapter_owner(arm_name, user)
         if owner:
-            owner_unit = self.user_units[owner.id]
-            model.load_adapter(self.store.path(owner_unit.stage, owner_unit.key))
+            owner_unit = self.plan.user_units[owner.id]
+            model.load_adapter(self.plan.store.path(owner_unit.stage, owner_unit.key))
         elif chosen.task_adapter:
             model.reset_adapter(0)  # B = 0: exactly the task base
-        prompts = [request.prompt for request in self.requests(arm_name, user)]
-        tokenizer = self.encoder.tokenizer
+        prompts = [request.prompt for request in self.plan.requests(arm_name, user)]
+        tokenizer = self.plan.encoder.tokenizer
         answers = generate(
             model,
             prompts,
-            max_new_tokens=self.task.max_new_tokens,
+            max_new_tokens=self.plan.task.max_new_tokens,
             eos_token_id=tokenizer.eos_token_id,
-            batch_size=self.config.executor.batch_size,
+            batch_size=self.plan.config.executor.batch_size,
         )
         _count_tokens(progress, bar, sum(len(prompt) for prompt in prompts))
         rows = [
@@ -452,12 +168,12 @@ class Pipeline:
         """The base in memory, one at a time."""
         from on_device.model import DeviceModel
 
-        unit = self.base_units[task_adapter]
+        unit = self.plan.base_units[task_adapter]
         name = key_hash(unit.key)
         if self._loaded is None or self._loaded[0] != name:
             self._loaded = None  # frees the other base first
-            recipe = self.recipe if task_adapter else None
-            self._loaded = name, DeviceModel(self.store.path(unit.stage, unit.key), recipe)
+            recipe = self.plan.recipe if task_adapter else None
+            self._loaded = name, DeviceModel(self.plan.store.path(unit.stage, unit.key), recipe)
         return self._loaded[1]
 
     # What comes out
@@ -465,12 +181,12 @@ class Pipeline:
     def predictions(self, arm_name: str) -> list[Prediction]:
         """The scored predictions of an arm, users in the corpus's order."""
         predictions = []
-        for user in self.corpus.users:
-            unit = self.prediction_units[arm_name, user.id]
-            path = self.store.path(unit.stage, unit.key) / "answers.json"
-            owner = self.adapter_owner(arm_name, user)
+        for user in self.plan.corpus.users:
+            unit = self.plan.prediction_units[arm_name, user.id]
+            path = self.plan.store.path(unit.stage, unit.key) / "answers.json"
+            owner = self.plan.adapter_owner(arm_name, user)
             answers = json.loads(path.read_text())
-            for request, answer in zip(self.requests(arm_name, user), answers, strict=True):
+            for request, answer in zip(self.plan.requests(arm_name, user), answers, strict=True):
                 predictions.append(
                     Prediction(
                         arm=arm_name,
@@ -481,7 +197,7 @@ class Pipeline:
                         gold=request.gold,
                         donor_id=owner.id if owner and owner is not user else None,
                         finished=answer["finished"],
-                        scores=score_output(self.task, answer["output"], request.gold),
+                        scores=score_output(self.plan.task, answer["output"], request.gold),
                     )
                 )
         return predictions
@@ -489,8 +205,8 @@ class Pipeline:
     def parity_errors(self) -> dict[str, float]:
         """Of each base: the difference of torch's and MLX's logits, relative to the largest."""
         errors = {}
-        for unit in self.base_units.values():
-            text = (self.store.path(unit.stage, unit.key) / "parity.json").read_text()
+        for unit in self.plan.base_units.values():
+            text = (self.plan.store.path(unit.stage, unit.key) / "parity.json").read_text()
             errors[unit.what] = json.loads(text)["parity_error"]
         return errors
 
@@ -500,34 +216,14 @@ class Pipeline:
         child = environment.peak_memory_bytes(resource.RUSAGE_CHILDREN)
         return max(own, self._peak_beside_child + child)
 
-    def _estimate_seconds(self, missing: Mapping[str, Sequence[_Unit]]) -> float:
-        """Right within about a factor of 2; stage 1 is faster where torch has a GPU to itself."""
-        if not any(missing.values()):
-            return 0.0
-        n_parameters = sum(p.stat().st_size for p in self.model.path.glob("*.safetensors")) / (
-            4 if self.config.model.dtype == "float32" else 2
-        )
-        work = 0.0
-        if missing["task adapter"]:
-            n_tokens = estimate.n_task_tokens(self.task_examples, self.config.adapter.task)
-            work += estimate.TASK_ADAPTER * n_tokens
-        for unit in missing["user adapters"]:
-            examples = self.user_examples(self._users[unit.what])
-            work += estimate.USER_ADAPTER * estimate.n_user_tokens(examples, self.recipe)
-        for unit in missing["arms × users"]:
-            name, user_id = unit.what.split(", ", 1)
-            prompts = [request.prompt for request in self.requests(name, self._users[user_id])]
-            n_new = self.task.max_new_tokens
-            work += estimate.ANSWERS * estimate.n_answer_tokens(prompts, n_new)
-        seconds = work * n_parameters / estimate.flops_per_second()
-        return float(10 + 5 * len(missing["bases"]) + seconds)
 
-
-def _hash_examples(examples: Iterable[Example]) -> str:
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(f"{example.answer_start}:{','.join(map(str, example.tokens))};".encode())
-    return digest.hexdigest()
+def _not_written(error: Exception, folder: Path) -> UserError:
+    return UserError(
+        expected="space for the whole file",
+        found=str(error),
+        where=str(folder),
+        fix="free some space or set output_dir=…; the same command then continues",
+    )
 
 
 @contextmanager

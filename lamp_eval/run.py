@@ -16,6 +16,7 @@ from lamp_eval.config import RunConfig
 from lamp_eval.data import load_corpus
 from lamp_eval.leaderboard import leaderboard_rows, user_rows
 from lamp_eval.pipeline import Pipeline
+from lamp_eval.plan import Plan
 from lamp_eval.results import RunRecord, StageRecord, rebuild_leaderboard, write_run
 from lamp_eval.seeds import user_seed
 from lamp_eval.tasks import TASKS
@@ -39,24 +40,25 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
     started_at, start = datetime.now(UTC), time.perf_counter()
     task = TASKS[config.task]
     corpus = load_corpus(task, config.data)
-    pipeline = Pipeline(config, task, corpus, console)
-    pipeline.check()
-    pipeline.show_header()
+    plan = Plan(config, task, corpus, console)
+    plan.check()
+    plan.show_header()
+    pipeline = Pipeline(plan, console)
     with display.progress(console) as progress:
         pipeline.execute(progress)
     predictions = {name: pipeline.predictions(name) for name in config.arms}
     commit, status = environment.git("rev-parse", "HEAD"), environment.git("status", "--porcelain")
     n_cut = {
-        name: [r.n_cut_words for user in corpus.users for r in pipeline.requests(name, user)]
+        name: [r.n_cut_words for user in corpus.users for r in plan.requests(name, user)]
         for name in config.arms
     }
     rows = leaderboard_rows(
         config,
         task,
         corpus,
-        pipeline.arms,
+        plan.arms,
         predictions,
-        n_blocks=pipeline.recipe.blocks,
+        n_blocks=plan.recipe.blocks,
         cut_rates={
             name: sum(n > 0 for n in counts) / len(counts) for name, counts in n_cut.items()
         },
@@ -73,8 +75,8 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
         commit=commit,
         dirty=None if status is None else bool(status),
         device=environment.device(),
-        model_origin=pipeline.model.origin,
-        model_fingerprint=pipeline.model.fingerprint,
+        model_origin=plan.model.origin,
+        model_fingerprint=plan.model.fingerprint,
         data_checksum=corpus.checksum,
         data_files=corpus.files,
         synthetic=corpus.synthetic,
@@ -83,7 +85,7 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
         n_queries=sum(len(user.queries) for user in corpus.users),
         n_task_users=len(corpus.task_users),
         users_without_history=[user.id for user in corpus.users if not user.history],
-        donors=pipeline.donors,
+        donors=plan.donors,
         seeds={user.id: user_seed(config.seed, user.id) for user in corpus.users},
         parity_error=pipeline.parity_errors(),
         failed_parses={
@@ -97,7 +99,7 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
         leaderboard=rows,
     )
     adapter_of = {
-        (name, user.id): owner.id if (owner := pipeline.adapter_owner(name, user)) else None
+        (name, user.id): owner.id if (owner := plan.adapter_owner(name, user)) else None
         for name in config.arms
         for user in corpus.users
     }

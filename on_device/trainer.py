@@ -19,6 +19,8 @@ from on_device.model import DeviceModel
 
 # States below the first adapted block do not change; up to this size they are kept across epochs.
 KEPT_STATES_BYTES = 512 * 2**20
+# Long products are faster than short ones: worth a tenth more tokens, as padding.
+MAX_PADDED = 1.1
 
 
 def train_user_adapter(
@@ -164,7 +166,8 @@ def _batches(window: Sequence[Example], max_shared_tokens: int) -> list[_Batch]:
     for group in passes(window, max_shared_tokens):
         n_common = n_common_tokens([example.tokens[: example.answer_start] for example in group])
         n_shared = n_common + len(group) * (len(group[-1].tokens) - n_common)
-        if len(group) > 1 and n_shared < sum(len(example.tokens) for example in group):
+        n_alone = sum(len(example.tokens) for example in group)
+        if len(group) > 1 and n_shared <= MAX_PADDED * n_alone:
             batches.append(_Batch(group, n_common))
         else:
             batches += [_Batch([example], 0) for example in group]

@@ -70,7 +70,7 @@ def test_only_the_command_line_imports_run():
     assert importers("lamp_eval.__main__", FILES) == []
 
 
-@pytest.mark.parametrize("module", ["lamp_eval.pipeline", "lamp_eval.results"])
+@pytest.mark.parametrize("module", ["lamp_eval.plan", "lamp_eval.pipeline", "lamp_eval.results"])
 def test_stages_do_not_reach_back_into_the_pipeline(module):
     assert importers(module, of("recipes") + of("on_device")) == []
 
@@ -78,7 +78,7 @@ def test_stages_do_not_reach_back_into_the_pipeline(module):
 def test_values_depend_on_nothing_above_them():
     for package, forbidden in {
         "lamp_eval.tasks": ("lamp_eval.data", "lamp_eval.config", "lamp_eval.prompts"),
-        "lamp_eval.data": ("lamp_eval.prompts", "lamp_eval.pipeline", "lamp_eval.results"),
+        "lamp_eval.data": ("lamp_eval.prompts", "lamp_eval.plan", "lamp_eval.results"),
     }.items():
         for target in forbidden:
             assert importers(target, of(package)) == []

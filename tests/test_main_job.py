@@ -294,6 +294,84 @@ def test_interrupted_run_continues(runs: Runs, tmp_path: Path) -> None:
     assert _reused(record, "bases") == [True]
 
 
+def test_interrupted_stage_1_leaves_nothing(runs: Runs, tmp_path: Path) -> None:
+    """It computes in a child process, which must be gone before its folder is removed."""
+    output_dir = tmp_path / "outputs"
+    endless = {"adapter__task__max_steps": None, "adapter__task__epochs": 100_000}
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            _command(runs.options(output_dir, **endless)),
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    deadline = time.monotonic() + 60
+    while not list(output_dir.glob("stages/task_adapters/.partial*")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    time.sleep(3)  # it trains
+    pids = children.read_text().split() if children.exists() else []
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stdout + stderr
+    assert "Traceback" not in stdout + stderr
+    assert "leaked" not in stderr
+    deadline = time.monotonic() + 10
+    while any(_runs(int(pid)) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert list((output_dir / "stages" / "task_adapters").iterdir()) == []
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_full_disk_is_a_mistake_that_loses_nothing(runs: Runs, tmp_path: Path) -> None:
+    """Files of at most 8 KiB: the user adapters are larger, and MLX only says "Unable to write"."""
+    output_dir = tmp_path / "outputs"
+    for stage in ("task_adapters", "bases"):
+        shutil.copytree(runs.output_dir / "stages" / stage, output_dir / "stages" / stage)
+    limited = ["bash", "-c", 'ulimit -f 8; exec "$@"', "_", *_command(runs.options(output_dir))]
+    done = subprocess.run(limited, env=_environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "Unable to write" in done.stderr
+    assert "user_adapters" in done.stderr
+    assert "free some space" in done.stderr
+    assert list((output_dir / "stages" / "user_adapters").iterdir()) == []
+    assert _finished(output_dir) == []
+
+
+@pytest.mark.slow
+def test_two_runs_of_the_real_model_predict_the_same(tmp_path: Path) -> None:
+    """With all threads and from scratch: the embedded model, reduced sizes."""
+    found = []
+    for name in ("first", "second"):
+        options = [
+            f"experiment={EXPERIMENT}", "data.n_users=2", "data.n_queries=4", "data.n_records=8",
+            "adapter.task.max_steps=4", f"output_dir={tmp_path / name}",
+        ]  # fmt: skip
+        done = subprocess.run(_command(options), capture_output=True, text=True, cwd=REPOSITORY)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (run_dir,) = _finished(tmp_path / name)
+        weights = sorted((tmp_path / name).glob("stages/user_adapters/*/*.safetensors"))
+        found.append(
+            ([_predictions(run_dir, arm) for arm in ARMS], [path.read_bytes() for path in weights])
+        )
+    assert len(found[0][1]) == 2
+    assert found[0] == found[1]
+
+
 # Data of one's own
 
 
@@ -359,6 +437,26 @@ def test_user_without_history_is_served_by_the_task_arm(runs: Runs, tmp_path: Pa
     }
     assert served["user", "new"] == served["cross_user", "new"] == ""
     assert served["cross_user", "u1"] == "u22"
+
+
+def test_users_in_another_order_get_the_same_predictions(runs: Runs, tmp_path: Path) -> None:
+    """Stage 1 trains on the evaluated users here, so their order must not matter there either."""
+    users = [_user(user_id, 3) for user_id in ("u1", "u22", "u333")]
+    found = []
+    for name, content in (("there", users), ("back", users[::-1])):
+        data = _write_oppu(tmp_path / f"{name}-data", content)
+        done = _launch(_oppu_options(runs, tmp_path / name, data))
+        assert done.returncode == 0, done.stdout + done.stderr
+        (run_dir,) = _finished(tmp_path / name)
+        found.append(
+            {
+                (arm, row["user_id"], row["query_id"]): row
+                for arm in ARMS
+                for row in _predictions(run_dir, arm)
+            }
+        )
+    assert len(found[0]) == len(ARMS) * 6
+    assert found[0] == found[1]
 
 
 # Mistakes: exit code 2, what to do, and no traceback

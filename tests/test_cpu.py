@@ -1,0 +1,86 @@
+"""The CPU's own exponential, SiLU and attention against MLX's and float64."""
+
+import tiny  # isort: skip  # noqa: F401  # loads the BLAS, before MLX
+
+from types import ModuleType
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import activations, base
+
+from on_device import cpu
+
+
+def test_exponential_is_as_exact_as_the_one_of_mlx() -> None:
+    x = np.concatenate([np.linspace(-87, 87, 200_001), np.linspace(-1, 1, 200_001)])
+    x = x.astype(np.float32)
+    expected = np.exp(x.astype(np.float64))
+
+    def error(found: mx.array) -> float:
+        return float(np.abs(np.array(found, dtype=np.float64) / expected - 1).max())
+
+    assert error(cpu.exp(mx.array(x))) <= 1.1 * error(mx.exp(mx.array(x)))
+
+
+def test_exponential_at_the_ends() -> None:
+    found = np.array(cpu.exp(mx.array([0.0, -1e9, -float("inf"), 1e9])))
+    assert found[0] == 1
+    assert (found[1:3] < 2e-38).all()
+    assert 6e37 < found[3] < float("inf")
+
+
+def test_gradient_of_the_exponential_is_itself() -> None:
+    x = mx.array([-3.0, 0.0, 0.5, 7.0])
+    np.testing.assert_allclose(mx.grad(lambda x: cpu.exp(x).sum())(x), np.exp(x), rtol=1e-6)
+
+
+def test_swiglu_and_its_gradients() -> None:
+    gate, x = (mx.random.normal((3, 50), key=mx.random.key(i)) * 5 for i in range(2))
+
+    def sums(function):
+        return mx.value_and_grad(lambda g, x: (function(g, x) * x).sum(), argnums=(0, 1))(gate, x)
+
+    (ours, our_gradients), (theirs, their_gradients) = sums(cpu.swiglu), sums(activations.swiglu)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    for our, their in zip(our_gradients, their_gradients, strict=True):
+        np.testing.assert_allclose(our, their, rtol=1e-4, atol=1e-5)
+
+
+MASKS = {
+    "none": None,
+    "causal": "causal",
+    "behind a prefix": base.create_causal_mask(6, 5),
+    "padded rows": base.create_causal_mask(6, 5, left_padding=mx.array([0, 3])),
+    "added": mx.where(base.create_causal_mask(6, 5), 0.0, -1e9),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("n_keys", [1, 2, 4])
+def test_attention_and_its_gradients(mask: str, n_keys: int) -> None:
+    n_new = 1 if mask == "none" else 6  # a token that is generated sees all
+    shapes = (2, 4, n_new, 8), (2, n_keys, 11, 8), (2, n_keys, 11, 8)
+    inputs = [mx.random.normal(shape, key=mx.random.key(i)) for i, shape in enumerate(shapes)]
+    weights = mx.random.normal(shapes[0], key=mx.random.key(9))
+
+    def results(function):
+        def total(*inputs):
+            out = function(*inputs, cache=None, scale=0.3, mask=MASKS[mask])
+            return (out * weights).sum(), out
+
+        return mx.value_and_grad(total, argnums=(0, 1, 2))(*inputs)
+
+    (_, ours), our_gradients = results(cpu.attention)
+    (_, theirs), their_gradients = results(base.scaled_dot_product_attention)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    for our, their in zip(our_gradients, their_gradients, strict=True):
+        np.testing.assert_allclose(our, their, rtol=1e-4, atol=1e-5)
+
+
+def test_only_what_a_module_has_is_replaced() -> None:
+    module = ModuleType("architecture")
+    module.swiglu = activations.swiglu
+    cpu.speed_up(module)
+    assert module.swiglu is cpu.swiglu
+    assert not hasattr(module, "scaled_dot_product_attention")
