@@ -77,7 +77,7 @@ class Child:
                 "the same command then continues",
             ) from None
         except BaseException:  # Ctrl-C: nothing is written any more when the folder is removed
-            self._end()
+            self._end(busy=True)
             raise
         if kind == "error":
             raise value
@@ -95,11 +95,12 @@ class Child:
             signal.signal(signal.SIGINT, handler)
         theirs.close()
 
-    def _end(self) -> None:
+    def _end(self, *, busy: bool = False) -> None:
         if self._process is None or self._pipe is None:
             return
-        self._pipe.close()
-        self._process.terminate()
+        self._pipe.close()  # which ends it if it waits for work
+        if busy:
+            self._process.terminate()
         self._process.join(timeout=10)
         self._process.kill()  # if it computes something long
         self._process.join()

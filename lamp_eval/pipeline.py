@@ -38,7 +38,7 @@ class Pipeline:
         self.plan, self.console = plan, console
         self.stages: list[StageRecord] = []
         self._child = Child()
-        self._peak_beside_child = 0  # bytes
+        self._peak_with_child = 0  # bytes
         self._loaded: tuple[str, Any] | None = None
 
     def execute(self, progress: Progress) -> None:
@@ -50,7 +50,9 @@ class Pipeline:
                 )
             bases = list(self.plan.base_units.values())
             self._build(progress, bases, "merge and quantize", self._build_base)
-        self._peak_beside_child = environment.peak_memory_bytes(resource.RUSAGE_SELF)
+        if any(not stage.reused for stage in self.stages):  # the child and ours beside it as one
+            both = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+            self._peak_with_child = sum(environment.peak_memory_bytes(who) for who in both)
         adapters = list(self.plan.user_units.values())
         if adapters:
             self._build(progress, adapters, "user adapters", self._train_user_adapter)
@@ -211,10 +213,8 @@ class Pipeline:
         return errors
 
     def peak_memory_bytes(self) -> int:
-        """The run's largest resident size; the child's largest and ours beside it count as one."""
-        own = environment.peak_memory_bytes(resource.RUSAGE_SELF)
-        child = environment.peak_memory_bytes(resource.RUSAGE_CHILDREN)
-        return max(own, self._peak_beside_child + child)
+        """The run's largest resident size, the child process included."""
+        return max(environment.peak_memory_bytes(resource.RUSAGE_SELF), self._peak_with_child)
 
 
 def _not_written(error: Exception, folder: Path) -> UserError:

@@ -48,6 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     done = _launch(_options(model, output_dir))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+    assert "leaked" not in done.stderr  # as multiprocessing says of what the child left behind
     return Runs(model, output_dir, _finished(output_dir)[0])
 
 
