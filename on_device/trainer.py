@@ -37,7 +37,7 @@ def train_user_adapter(
     Each step takes a window of `accumulation` examples, sums the gradients of the summed token
     losses, divides by the number of supervised tokens in the window, clips the global norm and
     applies AdamW with bias correction (paper, Table 1). Examples are computed one by one, or
-    together where a common beginning saves work; the gradients are the same.
+    together where that is faster; the gradients are the same.
 
     Args:
         device_model: a model with an adapter of this recipe.
@@ -157,13 +157,14 @@ class _Batch:
         self.key = (self.prefix, tuple(rest))
 
 
-def _batches(window: Sequence[Example], max_shared_tokens: int) -> list[_Batch]:
-    """The window in batches where a shared beginning saves work, else one by one.
+def _batches(window: Sequence[Example], max_tokens: int) -> list[_Batch]:
+    """The window in batches where padding costs little, or a shared beginning pays for it.
 
-    Not with checkpointing: the recomputed prefix would not pass its gradient on.
+    The rest is computed one by one, and with checkpointing (`max_tokens` is 0 then) all of it: the
+    recomputed prefix would not pass its gradient on.
     """
     batches = []
-    for group in passes(window, max_shared_tokens):
+    for group in passes(window, max_tokens):
         n_common = n_common_tokens([example.tokens[: example.answer_start] for example in group])
         n_shared = n_common + len(group) * (len(group[-1].tokens) - n_common)
         n_alone = sum(len(example.tokens) for example in group)

@@ -17,3 +17,11 @@ def lamp_data() -> Path:
     if not path.is_dir():
         pytest.skip(f"no test data at {path}; set LAMP_EVAL_TEST_DATA to their folder")
     return path
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model, for the tests of one file."""
+    from tiny import make_tiny_model  # here: it loads torch and MLX
+
+    return make_tiny_model(tmp_path_factory.mktemp("model"))

@@ -15,7 +15,7 @@ import torch
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from peft import LoraConfig, get_peft_model
-from tiny import N_BLOCKS, VOCABULARY, make_tiny_model
+from tiny import N_BLOCKS, VOCABULARY
 from transformers import AutoModelForCausalLM
 
 import recipes.base
@@ -35,11 +35,6 @@ RECIPE = UserAdapterConfig(
 )
 SEED = 7
 NO_EOS = VOCABULARY  # no token has this id
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
