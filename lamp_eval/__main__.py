@@ -78,12 +78,9 @@ def main() -> None:
         )
         _fail(str(problem))
     if len(_finished) > 1:
-        rows = [
-            row
-            for record in _finished
-            for row in record.leaderboard
-            if row["metric"] in ("accuracy", "mae")
-        ]
+        from lamp_eval.leaderboard import main_rows
+
+        rows = main_rows(row for record in _finished for row in record.leaderboard)
         shown = [row for row in rows if row["arm"] in ("user", "cross_user")] or rows
         display.show_leaderboard(
             console, shown, title=f"sweep: {len(_finished)} runs side by side", with_blocks=True

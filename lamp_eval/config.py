@@ -188,7 +188,7 @@ def check(config: RunConfig) -> None:
         at_least("data.n_records", data.n_records, 0)
         between("data.signal", data.signal, 0, 1)
 
-    one_of("protocol.name", protocol.name, ("oppu",))
+    one_of("protocol.name", protocol.name, ("oppu", "oppu_released"))
     at_least("protocol.k", protocol.k, 0)
     at_least("protocol.adapter_k", protocol.adapter_k, 0)
     at_least("protocol.train_words", protocol.train_words, 1)

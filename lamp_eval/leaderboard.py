@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 from lamp_eval.arms import COMPARISONS, Arm
 from lamp_eval.compare import compare
 from lamp_eval.config import RunConfig
 from lamp_eval.data import Corpus
-from lamp_eval.metrics import arm_metrics
+from lamp_eval.metrics import LOWER_IS_BETTER, QUERY_SCORES, RULES, arm_metrics
 from lamp_eval.records import Prediction
 from lamp_eval.results import LEADERBOARD_COLUMNS
-from lamp_eval.tasks import Task
-
-# The metric's per-query score; a metric without one has no interval.
-QUERY_SCORES = {"accuracy": "correct", "mae": "absolute_error"}
-LOWER_IS_BETTER = ("mae", "rmse")
+from lamp_eval.tasks import TASKS, Task
 
 
 def leaderboard_rows(
@@ -32,7 +29,9 @@ def leaderboard_rows(
     run: str,
     commit: str | None,
 ) -> list[dict[str, Any]]:
-    """One row per arm, reference and metric, with all columns of `LEADERBOARD_COLUMNS`.
+    """One row per arm, reference, metric and rule set, with all of `LEADERBOARD_COLUMNS`.
+
+    Δ is over the queries on which both arms have a score; `n_users` and `n_queries` count those.
 
     Args:
         config: the run's.
@@ -53,52 +52,62 @@ def leaderboard_rows(
         if not references:
             pairs.append((name, None))
     rows = []
-    for name, reference in pairs:
+    for (name, reference), metric, rules in product(pairs, task.metrics, RULES):
         chosen = arms[name]
-        for metric in task.metrics:
-            value = metrics[name][metric]
-            other = metrics[reference][metric] if reference else None
-            higher = metric not in LOWER_IS_BETTER
-            known: dict[str, Any] = {}
-            if reference and metric in QUERY_SCORES:
+        value = metrics[name][rules][metric]
+        other = metrics[reference][rules][metric] if reference else None
+        higher = metric not in LOWER_IS_BETTER
+        known: dict[str, Any] = {
+            "n_users": len(corpus.users),
+            "n_queries": len(predictions[name]),
+            "delta": None if value is None or other is None else value - other,
+        }
+        if reference and metric in QUERY_SCORES:
+            both = _both_scored(predictions[name], predictions[reference], rules, metric)
+            if both:
                 comparison = compare(
-                    [p.user_id for p in predictions[name]],
-                    _scores(predictions[name], metric),
-                    _scores(predictions[reference], metric),
+                    *zip(*both, strict=True),
                     higher_is_better=higher,
                     seed=config.seed,
                     n_resamples=config.n_resamples,
                 )
-                known = asdict(comparison)
-            known |= {
-                "task": config.task,
-                "arm": name,
-                "reference": reference,
-                "metric": metric,
-                "higher_is_better": higher,
-                "n_users": len(corpus.users),
-                "n_queries": len(predictions[name]),
-                "value": value,
-                "reference_value": other,
-                "delta": None if other is None else value - other,
-                "failed_parse_rate": metrics[name]["failed_parse_rate"],
-                "cut_rate": cut_rates[name],
-                "model": config.model.name,
-                "quantization": config.quantization.name,
-                "blocks": n_blocks if chosen.user_adapter else None,
-                "rank": config.adapter.user.rank if chosen.user_adapter else None,
-                "protocol": config.protocol.name,
-                "decoding": "greedy",
-                "retrieval": "bm25" if chosen.n_retrieved else None,
-                "k": chosen.n_retrieved,
-                "seed": config.seed,
-                "synthetic": corpus.synthetic,
-                "task_users": corpus.task_users_origin if chosen.task_adapter else None,
-                "commit": commit,
-                "run": run,
-            }
-            rows.append({column: known.get(column) for column in LEADERBOARD_COLUMNS})
+                known |= asdict(comparison)
+        known |= {
+            "task": config.task,
+            "arm": name,
+            "reference": reference,
+            "metric": metric,
+            "rules": rules,
+            "higher_is_better": higher,
+            "value": value,
+            "reference_value": other,
+            "failed_parse_rate": metrics[name][rules]["failed_parse_rate"],
+            "cut_rate": cut_rates[name],
+            "model": config.model.name,
+            "quantization": config.quantization.name,
+            "blocks": n_blocks if chosen.user_adapter else None,
+            "rank": config.adapter.user.rank if chosen.user_adapter else None,
+            "protocol": config.protocol.name,
+            "decoding": "greedy",
+            "retrieval": "bm25" if chosen.n_retrieved else None,
+            "k": chosen.n_retrieved,
+            "seed": config.seed,
+            "synthetic": corpus.synthetic,
+            "task_users": corpus.task_users_origin if chosen.task_adapter else None,
+            "commit": commit,
+            "run": run,
+        }
+        rows.append({column: known.get(column) for column in LEADERBOARD_COLUMNS})
     return rows
+
+
+def main_rows(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows that a table shows: each task's main metric by the official rules."""
+    return [
+        row
+        for row in rows
+        if row["rules"] == "official" and row["metric"] == TASKS[row["task"]].metrics[0]
+    ]
 
 
 def user_rows(
@@ -107,7 +116,7 @@ def user_rows(
     predictions: Mapping[str, Sequence[Prediction]],
     adapter_of: Mapping[tuple[str, str], str | None],
 ) -> list[dict[str, Any]]:
-    """One row per user and arm: the mean of the main metric's per-query score.
+    """One row per user and arm: the user's own main metric by both rule sets.
 
     Args:
         task: the task.
@@ -115,7 +124,7 @@ def user_rows(
         predictions: of each arm.
         adapter_of: whose adapter served (arm, user id); None: nobody's.
     """
-    score = QUERY_SCORES[task.metrics[0]]
+    metric = task.metrics[0]
     rows = []
     for name, arm_predictions in predictions.items():
         by_user: dict[str, list[Prediction]] = {}
@@ -123,20 +132,29 @@ def user_rows(
             by_user.setdefault(prediction.user_id, []).append(prediction)
         for user in corpus.users:
             own = by_user[user.id]
-            rows.append(
-                {
-                    "user_id": user.id,
-                    "arm": name,
-                    "n_records": len(user.history),
-                    "n_queries": len(own),
-                    "adapter_of": adapter_of[name, user.id],
-                    f"mean_{score}": sum(_scores(own, task.metrics[0])) / len(own),
-                    "n_failed_parses": sum(p.scores["failed_parse"] == 1 for p in own),
-                }
-            )
+            row: dict[str, Any] = {
+                "user_id": user.id,
+                "arm": name,
+                "n_records": len(user.history),
+                "n_queries": len(own),
+                "adapter_of": adapter_of[name, user.id],
+            }
+            for rules in RULES:
+                scores = [p.scores[rules] for p in own]
+                known = [v for s in scores if (v := s[QUERY_SCORES[metric]]) is not None]
+                row[f"{rules}_{metric}"] = sum(known) / len(known) if known else None
+                row[f"{rules}_failed_parses"] = sum(s["failed_parse"] == 1 for s in scores)
+            rows.append(row)
     return rows
 
 
-def _scores(predictions: Sequence[Prediction], metric: str) -> list[float]:
-    scores = [prediction.scores[QUERY_SCORES[metric]] for prediction in predictions]
-    return [score for score in scores if score is not None]
+def _both_scored(
+    predictions: Sequence[Prediction], references: Sequence[Prediction], rules: str, metric: str
+) -> list[tuple[str, float, float]]:
+    """User id, score and reference's score of the queries on which both have one."""
+    name = QUERY_SCORES[metric]
+    pairs = [
+        (prediction.user_id, prediction.scores[rules][name], reference.scores[rules][name])
+        for prediction, reference in zip(predictions, references, strict=True)
+    ]
+    return [(u, s, r) for u, s, r in pairs if s is not None and r is not None]

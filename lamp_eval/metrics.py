@@ -1,12 +1,14 @@
-"""Official LaMP scoring: per query (`score_output`) and per arm (`arm_metrics`)."""
+"""Scoring by both rule sets: per query (`score_output`) and per arm (`arm_metrics`)."""
 
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Sequence
+from functools import lru_cache
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sklearn.metrics import f1_score, mean_absolute_error, root_mean_squared_error
 
@@ -17,54 +19,70 @@ from lamp_eval.tasks import Task
 if TYPE_CHECKING:
     import evaluate
 
+# `official`: as the LaMP evaluator; `protocol`: an answer is looked for in the output.
+RULES = ("official", "protocol")
+# A metric's score of one query; a metric without one has no interval.
+QUERY_SCORES = {
+    "accuracy": "correct",
+    "mae": "absolute_error",
+    "rouge1": "rouge1",
+    "rougeL": "rougeL",
+}
+LOWER_IS_BETTER = ("mae", "rmse")
 
-def score_output(task: Task, output: str, gold: str) -> dict[str, float | None]:
-    """Scores one output by the rules of the LaMP evaluator (protocol.md, "Scoring", `official`).
+Scores = dict[str, float | None]
 
-    A label must match exactly, case included; only surrounding whitespace is stripped. A rating is
-    what `float` makes of the output, so "45" is an error of 40 or more; what it makes nothing
-    finite of counts as the farther end of the scale.
+
+def score_output(task: Task, output: str, gold: str) -> dict[str, Scores]:
+    """Scores one output by each of the `RULES` (protocol.md, "Scoring").
+
+    | | official | protocol |
+    |---|---|---|
+    | label | exact, case included, after stripping | found in the output, whatever the case |
+    | rating | `float`; else the farther end of the scale | the first digit that is a label |
+    | text | ROUGE F1 without stemmer | with stemmer |
+
+    Officially "45" is an error of 40 or more, and what `float` makes nothing finite of is as far
+    off as the scale allows. ROUGE knows the letters a–z and digits only: without any, two texts
+    have nothing in common, even if they are equal.
 
     Args:
         task: the task.
         output: what the model answered.
-        gold: the right answer, one of the task's labels.
+        gold: the right answer; one of the task's labels if it has any.
 
     Returns:
-        `correct` (0 or 1), `failed_parse` (1 if the output names none of the labels) and, for
-        ordinal tasks, `absolute_error` (≥ 0, in the labels' unit).
+        By rule set `failed_parse` (1 if the output names no label, or holds no text) and
+        `correct` (0 or 1) for labels and ratings; `absolute_error` (≥ 0, in the labels' unit; under
+        the protocol's rules None where nothing was parsed) for ratings; `rouge1` and `rougeL` in
+        [0, 1] for texts.
 
     Raises:
         UserError: if the gold is not a label of the task. The official evaluator scores it as
             matched by any output that is no label either.
     """
-    if gold not in task.labels:
+    if task.kind != "text" and gold not in task.labels:
         raise UserError(
             expected=f"one of {', '.join(task.labels)}",
             found=repr(gold),
             where=f"the gold of a {task.name} query",
             fix="correct the gold, or check that the file belongs to this task",
         )
-    if task.ordinal:
-        rating, failed = _parse_rating(task, output, gold)
-        return {
-            "correct": float(rating == float(gold)),
-            "failed_parse": float(failed),
-            "absolute_error": abs(rating - float(gold)),
-        }
-    label = output.strip()
-    return {"correct": float(label == gold), "failed_parse": float(label not in task.labels)}
+    return {rules: _score(task, rules, output, gold) for rules in RULES}
 
 
-def arm_metrics(task: Task, predictions: Sequence[Prediction]) -> dict[str, float]:
-    """Computes the metrics of one arm over all its queries.
+def arm_metrics(
+    task: Task, predictions: Sequence[Prediction]
+) -> dict[str, dict[str, float | None]]:
+    """Computes the metrics of one arm over all its queries, by rule set.
 
     Args:
         task: the task.
         predictions: the arm's predictions, one per query, in any order.
 
     Returns:
-        The task's metrics, the main one first, then `failed_parse_rate` in [0, 1].
+        By rule set the task's metrics, the main one first, then `failed_parse_rate` in [0, 1]. None
+        where no output could be parsed that a metric needs.
 
     Raises:
         UserError: if there are no predictions, or a gold is not a label of the task.
@@ -76,21 +94,25 @@ def arm_metrics(task: Task, predictions: Sequence[Prediction]) -> dict[str, floa
             where=f"the predictions of an arm on {task.name}",
             fix="run the arm before scoring it",
         )
+    outputs = [prediction.output for prediction in predictions]
+    golds = [prediction.gold for prediction in predictions]
     with tempfile.TemporaryDirectory() as cache_dir:
-        scores: dict[str, float] = evaluate_metric(task, cache_dir).compute(
-            predictions=[prediction.output for prediction in predictions],
-            references=[prediction.gold for prediction in predictions],
-        )
-    return scores
+        return {
+            rules: evaluate_metric(task, rules, cache_dir).compute(
+                predictions=outputs, references=golds
+            )
+            for rules in RULES
+        }
 
 
-def evaluate_metric(task: Task, cache_dir: str) -> evaluate.Metric:
+def evaluate_metric(task: Task, rules: str, cache_dir: str) -> evaluate.Metric:
     """Builds the `evaluate.Metric` of a task; nothing is fetched from the hub.
 
     Its `compute(predictions=…, references=…)` takes outputs and golds as the strings they are.
 
     Args:
         task: the task.
+        rules: one of `RULES`.
         cache_dir: a writable folder. `evaluate` makes empty folders in it and by default would in
             the user's home; the data themselves stay in memory.
     """
@@ -102,37 +124,85 @@ def evaluate_metric(task: Task, cache_dir: str) -> evaluate.Metric:
         def _info(self) -> evaluate.MetricInfo:
             text = datasets.Value("string")
             return evaluate.MetricInfo(
-                description=f"Official LaMP metrics of {task.lamp_id}.",
+                description=f"Metrics of {task.lamp_id} by the {rules} rules.",
                 citation="Salemi et al., LaMP: When Large Language Models Meet Personalization",
                 features=datasets.Features({"predictions": text, "references": text}),
             )
 
-        def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
-            pairs = list(zip(predictions, references, strict=True))
-            scores = [score_output(task, output, gold) for output, gold in pairs]
-            metrics = {"accuracy": fmean(score["correct"] == 1.0 for score in scores)}
-            if task.ordinal:
-                golds = [float(gold) for gold in references]
-                ratings = [_parse_rating(task, output, gold)[0] for output, gold in pairs]
-                metrics["mae"] = mean_absolute_error(golds, ratings)
-                metrics["rmse"] = root_mean_squared_error(golds, ratings)
-            else:
-                # Whatever is no label becomes "": it costs recall, and has no F1 of its own.
-                outputs = [output.strip() for output in predictions]
-                labels = [output if output in task.labels else "" for output in outputs]
-                metrics["macro_f1"] = f1_score(
-                    references, labels, labels=task.labels, average="macro", zero_division=0
-                )
-            failed_parse_rate = fmean(score["failed_parse"] == 1.0 for score in scores)
-            return {name: float(metrics[name]) for name in task.metrics} | {
-                "failed_parse_rate": failed_parse_rate
-            }
+        def _compute(
+            self, predictions: list[str], references: list[str]
+        ) -> dict[str, float | None]:
+            return _metrics(task, rules, predictions, references)
 
     return TaskMetrics(cache_dir=cache_dir, keep_in_memory=True)
 
 
-def _parse_rating(task: Task, output: str, gold: str) -> tuple[float, bool]:
-    """Reads a rating as the official evaluator does, and whether it names none of the labels."""
+def _metrics(
+    task: Task, rules: str, outputs: Sequence[str], golds: Sequence[str]
+) -> dict[str, float | None]:
+    pairs = list(zip(outputs, golds, strict=True))
+    scores = [_score(task, rules, output, gold) for output, gold in pairs]
+
+    def mean(name: str) -> float:
+        return fmean(score[name] or 0.0 for score in scores)
+
+    metrics: dict[str, float | None] = {}
+    if task.kind == "label":
+        # Whatever is no label becomes "": it costs recall, and has no F1 of its own.
+        parsed = [_parse_label(task, rules, output) or "" for output in outputs]
+        f1 = f1_score(golds, parsed, labels=task.labels, average="macro", zero_division=0)
+        metrics = {"accuracy": mean("correct"), "macro_f1": float(f1)}
+    elif task.kind == "rating":
+        read = [
+            (float(gold), rating)
+            for output, gold in pairs
+            if (rating := _parse_rating(task, rules, output, gold)[0]) is not None
+        ]
+        right, rated = zip(*read, strict=True) if read else ((), ())
+        metrics = {
+            "mae": float(mean_absolute_error(right, rated)) if read else None,
+            "rmse": float(root_mean_squared_error(right, rated)) if read else None,
+            "accuracy": mean("correct"),
+        }
+    else:
+        metrics = {name: mean(name) for name in task.metrics}
+    return metrics | {"failed_parse_rate": mean("failed_parse")}
+
+
+def _score(task: Task, rules: str, output: str, gold: str) -> Scores:
+    if task.kind == "text":
+        rouge1, rouge_l = _rouge(output, gold, rules == "protocol")
+        return {"rouge1": rouge1, "rougeL": rouge_l, "failed_parse": float(not output.strip())}
+    if task.kind == "rating":
+        rating, failed = _parse_rating(task, rules, output, gold)
+        return {
+            "correct": float(rating == float(gold)),
+            "failed_parse": float(failed),
+            "absolute_error": None if rating is None else abs(rating - float(gold)),
+        }
+    label = _parse_label(task, rules, output)
+    return {"correct": float(label == gold), "failed_parse": float(label is None)}
+
+
+def _parse_label(task: Task, rules: str, output: str) -> str | None:
+    """The label that an output names; None: none."""
+    if rules == "official":
+        return output.strip() if output.strip() in task.labels else None
+    if task.answer_pattern:
+        found = re.search(task.answer_pattern, output)
+        return next(label for label in task.labels if found[1] in label) if found else None
+    text = " ".join(output.lower().split())
+    # The longest first; of equal length in the order of the alphabet.
+    by_length = sorted(task.labels, key=lambda label: (-len(label), label))
+    exact = next((label for label in by_length if label.lower() == text), None)
+    return exact or next((label for label in by_length if label.lower() in text), None)
+
+
+def _parse_rating(task: Task, rules: str, output: str, gold: str) -> tuple[float | None, bool]:
+    """The rating that an output counts as, and whether it names none of the labels."""
+    if rules == "protocol":
+        label = _parse_label(task, rules, output)
+        return (None, True) if label is None else (float(label), False)
     scale = [float(label) for label in task.labels]
     try:
         rating = float(output.strip())
@@ -142,3 +212,27 @@ def _parse_rating(task: Task, output: str, gold: str) -> tuple[float, bool]:
         return rating, rating not in scale
     # From a gold in the middle both ends are as far, and the error is the same.
     return max(scale, key=lambda end: abs(end - float(gold))), True
+
+
+@lru_cache(maxsize=2**16)  # arms often answer the same, and each answer is scored twice
+def _rouge(output: str, gold: str, stemmed: bool) -> tuple[float, float]:
+    """F1 of ROUGE-1 and of ROUGE-L, as rouge-score computes them."""
+    scores = _rouge_scorer(stemmed).score(gold.strip(), output.strip())
+    return float(scores["rouge1"].fmeasure), float(scores["rougeL"].fmeasure)
+
+
+@lru_cache(maxsize=2)
+def _rouge_scorer(stemmed: bool) -> Any:
+    from nltk.stem.porter import PorterStemmer  # here: nltk is slow to import
+    from rouge_score import rouge_scorer, tokenize
+
+    class CachedStemmer:
+        """The same words come again, and stemming one takes longer than all the rest."""
+
+        stem = staticmethod(lru_cache(maxsize=2**16)(PorterStemmer().stem))
+
+    class Tokenizer:
+        def tokenize(self, text: str) -> list[str]:
+            return list(tokenize.tokenize(text, CachedStemmer if stemmed else None))
+
+    return rouge_scorer.RougeScorer(["rouge1", "rougeL"], tokenizer=Tokenizer())

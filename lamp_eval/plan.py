@@ -298,6 +298,8 @@ class Plan:
         if corpus.task_users_origin == "evaluated" and self._needs_training:
             say("  [yellow]the task adapter is trained on the evaluated users' own histories: there"
                 " are no other users[/] (data.task_users)")  # fmt: skip
+        if corpus.n_records_left_out:
+            say(f"  [yellow]{corpus.n_records_left_out} records without an answer are left out[/]")
         without = len(corpus.users) - len(self.with_history)
         if without:
             say(f"  [yellow]{without} users without a history[/]: the task arm serves them in user")

@@ -32,8 +32,14 @@ class Encoder:
     protocol: ProtocolConfig
 
     def user_examples(self, user: User, k: int) -> list[Example]:
-        """One training example per record, each retrieving among the records before it."""
+        """One training example per record, each retrieving among the records before it.
+
+        In `oppu_released`, citation identification and tweets retrieve nothing here, although they
+        do in evaluation.
+        """
         oppu, words = self.task.oppu, self.protocol.train_words
+        if oppu.trains_alone and self.protocol.name == "oppu_released":
+            k = 0
         records = [_first_words(record, words) for record in user.history]
         history = History([oppu.retrieval_history.format(**fields) for fields in records])
         return [
@@ -52,27 +58,28 @@ class Encoder:
     def query_examples(self, user: User, k: int) -> list[Example]:
         """One training example per query, retrieving in the whole history (the task adapter's).
 
-        As released, the query keeps `train_words` and the retrieved records `eval_words`.
+        As released, the query keeps `train_words` and the retrieved records `eval_words`; with
+        options, it stays as it is.
         """
         return [
             self._example(
                 retrieved,
-                self.task.oppu.query_prompt.format,
-                _cut(text, self.protocol.train_words),
+                self._query_prompt(options),
+                text if options else _cut(text, self.protocol.train_words),
                 gold,
                 f"user {user.id!r}, query {query_id!r}",
             )
-            for query_id, text, gold, retrieved in self._queries(user, k)
+            for query_id, text, options, gold, retrieved in self._queries(user, k)
         ]
 
     def requests(self, user: User, k: int) -> list[Request]:
         """One request per query, retrieving in the whole history."""
         room = self.protocol.max_tokens - self.task.max_new_tokens
         requests = []
-        for query_id, text, gold, retrieved in self._queries(user, k):
+        for query_id, text, options, gold, retrieved in self._queries(user, k):
             prompt, n_cut_words = self._fit(
                 retrieved,
-                self.task.oppu.query_prompt.format,
+                self._query_prompt(options),
                 text,
                 room,
                 f"user {user.id!r}, query {query_id!r}",
@@ -80,8 +87,13 @@ class Encoder:
             requests.append(Request(user.id, query_id, tuple(self._ids(prompt)), gold, n_cut_words))
         return requests
 
-    def _queries(self, user: User, k: int) -> Iterator[tuple[str, str, str, list[str]]]:
-        """Query id, text, gold and retrieved documents of each query."""
+    def _query_prompt(self, options: Sequence[str]) -> Callable[[str], str]:
+        return lambda text: self.task.oppu.query_prompt.format(text, *options)
+
+    def _queries(
+        self, user: User, k: int
+    ) -> Iterator[tuple[str, str, tuple[str, ...], str, list[str]]]:
+        """Query id, text, options, gold and retrieved documents of each query."""
         oppu = self.task.oppu
         history = History(
             [
@@ -90,10 +102,10 @@ class Encoder:
             ]
         )
         for query in user.queries:
-            text = query.input.split(oppu.input_marker, 1)[1]
+            text, *options = oppu.texts(query.input) or (query.input,)
             search = oppu.retrieval_query_test.format(text)
             retrieved = history.retrieve(search, k, before=len(user.history))
-            yield query.id, text, query.gold, retrieved
+            yield query.id, text, tuple(options), query.gold, retrieved
 
     def _example(
         self,

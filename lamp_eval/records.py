@@ -77,7 +77,7 @@ class Prediction:
     gold: str
     donor_id: str | None = None
     finished: bool = True  # False: cut off by the limit of new tokens
-    scores: Mapping[str, float | None] = field(default_factory=dict)
+    scores: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)  # by rule set
 
 
 def n_common_tokens(prompts: Sequence[Sequence[int]]) -> int:

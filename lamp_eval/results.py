@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -16,11 +16,11 @@ from lamp_eval.records import Prediction
 
 RUN_FILE = "run.json"
 LEADERBOARD_COLUMNS = (
-    "task", "arm", "reference", "metric", "higher_is_better", "n_users", "n_queries", "value",
-    "reference_value", "delta", "ci_low", "ci_high", "delta_u", "ci_u_low", "ci_u_high", "p",
-    "query_wins", "query_ties", "query_losses", "user_wins", "user_ties", "user_losses", "improves",
-    "failed_parse_rate", "cut_rate", "model", "quantization", "blocks", "rank", "protocol",
-    "decoding", "retrieval", "k", "seed", "synthetic", "task_users", "commit", "run",
+    "task", "arm", "reference", "metric", "rules", "higher_is_better", "n_users", "n_queries",
+    "value", "reference_value", "delta", "ci_low", "ci_high", "delta_u", "ci_u_low", "ci_u_high",
+    "p", "query_wins", "query_ties", "query_losses", "user_wins", "user_ties", "user_losses",
+    "improves", "failed_parse_rate", "cut_rate", "model", "quantization", "blocks", "rank",
+    "protocol", "decoding", "retrieval", "k", "seed", "synthetic", "task_users", "commit", "run",
 )  # fmt: skip
 
 
@@ -39,7 +39,7 @@ class RunRecord(BaseModel):
     """All that is needed to judge, compare and repeat a run."""
 
     model_config = ConfigDict(extra="forbid")
-    schema_version: int = 1
+    schema_version: Literal[2] = 2
     name: str
     started_at: str
     seconds: float
@@ -62,7 +62,7 @@ class RunRecord(BaseModel):
     donors: dict[str, str]
     seeds: dict[str, int]
     parity_error: dict[str, float]
-    failed_parses: dict[str, int]
+    failed_parses: dict[str, dict[str, int]]  # by arm and rule set
     cut_words: dict[str, int]
     stages: list[StageRecord]
     seconds_by_stage: dict[str, float]
@@ -109,8 +109,12 @@ def rebuild_leaderboard(output_dir: Path) -> tuple[Path, list[str]]:
                 unreadable.append(f"{path}: unknown columns {', '.join(sorted(unknown))}")
             else:
                 rows += found
-        except (ValidationError, OSError) as error:
-            unreadable.append(f"{path}: {str(error).splitlines()[0]}")
+        except OSError as error:
+            unreadable.append(f"{path}: {error.strerror}")
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(map(str, first["loc"]))
+            unreadable.append(f"{path}: not a run record of this version: {field} {first['msg']}")
     path = output_dir / "leaderboard.csv"
     _write_csv(path, LEADERBOARD_COLUMNS, rows)
     return path, unreadable

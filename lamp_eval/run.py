@@ -14,7 +14,8 @@ from rich.console import Console
 from lamp_eval import display, environment
 from lamp_eval.config import RunConfig
 from lamp_eval.data import load_corpus
-from lamp_eval.leaderboard import leaderboard_rows, user_rows
+from lamp_eval.leaderboard import leaderboard_rows, main_rows, user_rows
+from lamp_eval.metrics import RULES
 from lamp_eval.pipeline import Pipeline
 from lamp_eval.plan import Plan
 from lamp_eval.results import RunRecord, StageRecord, rebuild_leaderboard, write_run
@@ -89,7 +90,10 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
         seeds={user.id: user_seed(config.seed, user.id) for user in corpus.users},
         parity_error=pipeline.parity_errors(),
         failed_parses={
-            name: sum(1 for p in arm_predictions if p.scores["failed_parse"])
+            name: {
+                rules: sum(p.scores[rules]["failed_parse"] == 1 for p in arm_predictions)
+                for rules in RULES
+            }
             for name, arm_predictions in predictions.items()
         },
         cut_words={name: sum(counts) for name, counts in n_cut.items()},
@@ -109,8 +113,7 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
         console.print(f"[yellow]left out of the leaderboard:[/] {line}")
     kind = "synthetic users" if corpus.synthetic else "users"
     title = f"{config.name}: {record.n_users} {kind}, {record.n_queries} queries"
-    main_metric = [row for row in rows if row["metric"] == task.metrics[0]]
-    display.show_leaderboard(console, main_metric, title=title)
+    display.show_leaderboard(console, main_rows(rows), title=title)
     reused = sum(stage.reused for stage in pipeline.stages)
     console.print(
         f"{display.duration(record.seconds)}, peak memory {record.peak_memory_bytes / 1e9:.1f} GB, "

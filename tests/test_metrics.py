@@ -1,4 +1,4 @@
-"""Official scoring: golden cases, the arms' metrics, and the published movie predictions."""
+"""Scoring by both rule sets: golden cases, the arms' metrics, and published predictions."""
 
 import json
 import math
@@ -15,6 +15,7 @@ from lamp_eval.records import Prediction
 from lamp_eval.tasks import TASKS, Task
 
 MOVIES, RATINGS = TASKS["movie_tagging"], TASKS["product_rating"]
+CITATIONS, HEADLINES = TASKS["citation"], TASKS["news_headline"]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ MOVIES, RATINGS = TASKS["movie_tagging"], TASKS["product_rating"]
 def test_labels_match_exactly_after_stripping(
     output: str, gold: str, correct: float, failed_parse: float
 ) -> None:
-    assert score_output(MOVIES, output, gold) == {
+    assert score_output(MOVIES, output, gold)["official"] == {
         "correct": correct,
         "failed_parse": failed_parse,
     }
@@ -62,11 +63,81 @@ def test_labels_match_exactly_after_stripping(
 def test_ratings_are_read_as_numbers_or_count_as_the_farther_end(
     output: str, gold: str, error: float, correct: float, failed_parse: float
 ) -> None:
-    assert score_output(RATINGS, output, gold) == {
+    assert score_output(RATINGS, output, gold)["official"] == {
         "correct": correct,
         "failed_parse": failed_parse,
         "absolute_error": error,
     }
+
+
+@pytest.mark.parametrize(
+    ("task", "output", "gold", "correct", "failed_parse"),
+    [
+        (MOVIES, "Comedy.", "comedy", 1, 0),
+        (MOVIES, "It is a  Dark\nComedy", "dark comedy", 1, 0),  # not "comedy": the longest wins
+        (MOVIES, "It is a dark comedy", "comedy", 0, 0),
+        (MOVIES, "comedy or action", "action", 1, 0),  # equally long: in the alphabet's order
+        (MOVIES, "based on a true story", "true story", 1, 0),
+        (MOVIES, "horror", "comedy", 0, 1),
+        (MOVIES, "", "comedy", 0, 1),
+        (TASKS["news_categorize"], "Category: Food & Drink", "food & drink", 1, 0),
+        (CITATIONS, "[2]", "[2]", 1, 0),
+        (CITATIONS, "The answer is [ 2 ], not [1]", "[2]", 1, 0),
+        (CITATIONS, "1", "[1]", 1, 0),
+        (CITATIONS, "12", "[1]", 1, 0),  # the first match
+        (CITATIONS, "neither", "[1]", 0, 1),
+    ],
+)
+def test_the_protocol_looks_for_the_label_in_the_output(
+    task: Task, output: str, gold: str, correct: float, failed_parse: float
+) -> None:
+    assert score_output(task, output, gold)["protocol"] == {
+        "correct": correct,
+        "failed_parse": failed_parse,
+    }
+
+
+@pytest.mark.parametrize(
+    ("output", "gold", "error", "correct", "failed_parse"),
+    [
+        ("4 stars", "5", 1, 0, 0),
+        ("I give it 4.0 of 5", "4", 0, 1, 0),
+        ("45", "5", 1, 0, 0),
+        ("0.5", "5", 0, 1, 0),
+        ("great", "3", None, 0, 1),
+        ("", "3", None, 0, 1),
+    ],
+)
+def test_the_protocol_takes_the_first_digit_that_is_a_rating(
+    output: str, gold: str, error: float | None, correct: float, failed_parse: float
+) -> None:
+    assert score_output(RATINGS, output, gold)["protocol"] == {
+        "correct": correct,
+        "failed_parse": failed_parse,
+        "absolute_error": error,
+    }
+
+
+@pytest.mark.parametrize(
+    ("output", "gold", "official", "protocol"),
+    [
+        # By hand: F1 = 2·common / (words of both); ROUGE-L counts the longest common subsequence.
+        ("dogs running home", "the dog runs home", (2 / 7, 2 / 7), (6 / 7, 6 / 7)),
+        ("home run", "run home", (1.0, 0.5), (1.0, 0.5)),
+        (" Run, home!\n", "run home", (1.0, 1.0), (1.0, 1.0)),
+        ("run run", "run", (2 / 3, 2 / 3), (2 / 3, 2 / 3)),
+        ("日本語", "日本語", (0.0, 0.0), (0.0, 0.0)),  # no letters that ROUGE knows
+        ("", "run home", (0.0, 0.0), (0.0, 0.0)),
+    ],
+)
+def test_texts_get_rouge_without_and_with_stemmer(
+    output: str, gold: str, official: tuple[float, float], protocol: tuple[float, float]
+) -> None:
+    failed = float(output == "")
+    for rules, (rouge1, rouge_l) in (("official", official), ("protocol", protocol)):
+        assert score_output(HEADLINES, output, gold)[rules] == pytest.approx(
+            {"rouge1": rouge1, "rougeL": rouge_l, "failed_parse": failed}, abs=1e-12
+        )
 
 
 @pytest.mark.parametrize(
@@ -93,10 +164,16 @@ def test_label_metrics_run_over_the_full_label_list() -> None:
         ),
     )
     # By hand: F1 is 2/3 for comedy and for action and 0 for the other 13 of 15 labels.
-    assert metrics == pytest.approx(
+    assert metrics["official"] == metrics["protocol"]
+    assert metrics["official"] == pytest.approx(
         {"accuracy": 0.5, "macro_f1": (2 / 3 + 2 / 3) / 15, "failed_parse_rate": 0.25}, abs=1e-12
     )
-    assert list(metrics) == [*MOVIES.metrics, "failed_parse_rate"]
+    assert list(metrics["official"]) == [*MOVIES.metrics, "failed_parse_rate"]
+    found = arm_metrics(MOVIES, _predictions(("A comedy.", "comedy")))
+    assert found["official"]["accuracy"] == 0.0
+    assert found["protocol"] == pytest.approx(
+        {"accuracy": 1.0, "macro_f1": 1 / 15, "failed_parse_rate": 0.0}, abs=1e-12
+    )
 
 
 def test_rating_metrics_use_the_official_value_of_every_output() -> None:
@@ -104,7 +181,7 @@ def test_rating_metrics_use_the_official_value_of_every_output() -> None:
         RATINGS, _predictions(("5", "5"), ("4.0", "3"), ("great", "3"), ("45", "5"))
     )
     # By hand: absolute errors 0, 1, 2, 40.
-    assert metrics == pytest.approx(
+    assert metrics["official"] == pytest.approx(
         {
             "mae": 43 / 4,
             "rmse": math.sqrt((1 + 4 + 1600) / 4),
@@ -113,7 +190,44 @@ def test_rating_metrics_use_the_official_value_of_every_output() -> None:
         },
         abs=1e-12,
     )
-    assert list(metrics) == [*RATINGS.metrics, "failed_parse_rate"]
+    assert list(metrics["official"]) == [*RATINGS.metrics, "failed_parse_rate"]
+    # By hand: errors 0, 1, none, 1.
+    assert metrics["protocol"] == pytest.approx(
+        {"mae": 2 / 3, "rmse": math.sqrt(2 / 3), "accuracy": 0.25, "failed_parse_rate": 0.25},
+        abs=1e-12,
+    )
+
+
+def test_without_a_readable_rating_there_is_no_error_to_average() -> None:
+    metrics = arm_metrics(RATINGS, _predictions(("great", "5")))["protocol"]
+    assert metrics == {"mae": None, "rmse": None, "accuracy": 0.0, "failed_parse_rate": 1.0}
+
+
+def test_text_metrics_are_means_over_queries() -> None:
+    metrics = arm_metrics(HEADLINES, _predictions(("home run", "run home"), ("", "run home")))
+    expected = {"rouge1": 0.5, "rougeL": 0.25, "failed_parse_rate": 0.5}
+    assert metrics["official"] == pytest.approx(expected, abs=1e-12)
+    assert metrics["protocol"] == pytest.approx(expected, abs=1e-12)
+
+
+def test_real_headlines_get_the_scores_of_rouge_score(lamp_data: Path) -> None:
+    """1,925 real predictions, among them non-ASCII ones, against the library as it comes."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    golds = json.loads((lamp_data / "lamp/LaMP_4/dev/dev_outputs.json").read_text())["golds"]
+    outputs = json.loads((lamp_data / "predictions/LaMP_4_dev_preds.json").read_text())["golds"]
+    output_of = {row["id"]: row["output"] for row in outputs}
+    assert len(golds) == 1925
+    kinds = ["rouge1", "rougeL"]
+    scorers = {"official": RougeScorer(kinds), "protocol": RougeScorer(kinds, use_stemmer=True)}
+    for gold in golds:
+        output = output_of[gold["id"]]
+        found = score_output(HEADLINES, output, gold["output"])
+        for rules, scorer in scorers.items():
+            expected = scorer.score(gold["output"].strip(), output.strip())
+            assert [found[rules][kind] for kind in kinds] == [
+                expected[kind].fmeasure for kind in kinds
+            ]
 
 
 def test_an_arm_without_predictions_is_an_error() -> None:
@@ -130,7 +244,8 @@ def test_metrics_need_no_network_no_home_and_leave_no_files(tmp_path: Path) -> N
         "from lamp_eval.tasks import TASKS\n"
         "prediction = Prediction('task', 'u', 'q', '', '4', '4')\n"
         "for _ in range(20):\n"
-        "    assert arm_metrics(TASKS['product_rating'], [prediction])['mae'] == 0\n"
+        "    assert arm_metrics(TASKS['product_rating'], [prediction])['official']['mae'] == 0\n"
+        "    assert arm_metrics(TASKS['news_headline'], [prediction])['protocol']['rouge1'] == 1\n"
     )
     work, temporary = tmp_path / "work", tmp_path / "tmp"
     work.mkdir()
@@ -170,7 +285,7 @@ def test_published_movie_predictions_get_their_published_scores(
     published = {pair["id"]: pair[score] for pair in map(json.loads, lines)}
 
     scored = {
-        query_id: score_output(MOVIES, outputs[query_id], entry["gold"])["correct"]
+        query_id: score_output(MOVIES, outputs[query_id], entry["gold"])["official"]["correct"]
         for query_id, entry in golds.items()
         if entry["gold"] is not None
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 
@@ -113,6 +114,90 @@ def test_prompt_strings_are_the_released_ones(lamp_data, task):
     # The answer follows after one space, as in the released full strings.
     gold = TASKS[task].gold_field
     assert oppu.record_prompt + " {" + gold + "}" == released["OPPU_full"]
+
+
+def golden(task: str) -> tuple[User, dict]:
+    """A small user of the task, and what the released code makes of it.
+
+    The files were made from the published strings and rank-bm25 by the steps of `OPPU.py` and
+    `task_LoRA.py`, not by our encoder.
+    """
+    content = json.loads((Path(__file__).parent / "golden" / f"{task}.json").read_text())
+    history = tuple(Record(fields) for fields in content["history"])
+    return User("u", history, (Query("q", content["input"], content["gold"]),)), content
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_golden_prompts(tokenizer, task, k):
+    person, content = golden(task)
+    encode, expected = encoder(tokenizer, task), content["expected"]
+    assert [list(parts(tokenizer, e)) for e in encode.user_examples(person, k)] == [
+        [prompt, answer + EOS] for prompt, answer in expected[f"history, k={k}"]
+    ]
+    prompt, answer = expected[f"query, k={k}"]
+    (example,) = encode.query_examples(person, k)
+    assert parts(tokenizer, example) == (prompt, answer + EOS)
+    (request,) = encode.requests(person, k)
+    assert tokenizer.decode(request.prompt) == prompt
+    assert request.gold == content["gold"]
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_as_released_some_tasks_train_on_records_without_retrieval(tokenizer, task):
+    person, content = golden(task)
+    encode = Encoder(tokenizer, TASKS[task], ProtocolConfig(name="oppu_released"))
+    k = 0 if task in ("citation", "tweet_paraphrase") else 1
+    expected = content["expected"][f"history, k={k}"]
+    assert [parts(tokenizer, e)[0] for e in encode.user_examples(person, 1)] == [
+        prompt for prompt, _ in expected
+    ]
+    (request,) = encode.requests(person, 1)  # but they retrieve in evaluation
+    assert tokenizer.decode(request.prompt) == content["expected"]["query, k=1"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_golden_token_ids(smollm2_dir, task):
+    from recipes.model_source import load_tokenizer
+
+    person, content = golden(task)
+    encode = encoder(load_tokenizer(smollm2_dir), task)
+    ids = content["smollm2_ids"]
+    assert list(encode.user_examples(person, 1)[2].tokens) == ids["history, k=1, record 2"]
+    (request,) = encode.requests(person, 1)
+    assert list(request.prompt) == ids["query, k=1"]
+
+
+@pytest.mark.parametrize(
+    ("lamp_path", "task", "n"),
+    [
+        ("LaMP_1/train/train", "citation", 300),
+        ("LaMP_2N/train/train", "news_categorize", 220),
+        ("LaMP_4/dev/dev", "news_headline", 400),
+        ("LaMP_5/train/train", "scholarly_title", 300),
+        ("LaMP_7/dev/dev", "tweet_paraphrase", 1000),
+    ],
+)
+def test_texts_of_real_inputs(lamp_data, lamp_path, task, n):
+    inputs = [
+        row["input"]
+        for row in json.loads((lamp_data / "lamp" / f"{lamp_path}_questions.json").read_text())
+    ]
+    assert len(inputs) == n
+    for text in inputs:
+        texts = TASKS[task].oppu.texts(text)
+        assert texts is not None
+        if task == "citation":
+            assert text == (
+                'For an author who has written the paper with the title "{}", which reference is '
+                "related? Just answer with [1] or [2] without explanation. "
+                '[1]: "{}" [2]: "{}"'
+            ).format(*texts)
+        else:
+            (item,) = texts
+            assert text.endswith(item)
+            assert len(text) - len(item) < 420  # the instruction
 
 
 def test_movie_examples_without_retrieval(tokenizer, movie_fan):

@@ -132,7 +132,7 @@ def test_stages_and_unfinished_runs_are_no_runs(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b'{"schema_version": 1, "na', b"[]", b"{}", b"\xff\xfe", b'{"leaderboard": "x"}'],
+    [b"", b'{"schema_version": 2, "na', b"[]", b"{}", b"\xff\xfe", b'{"leaderboard": "x"}'],
 )
 def test_unreadable_runs_are_named_and_left_out(tmp_path, content):
     write(tmp_path / "movies" / "good", [row(arm="user")])
@@ -165,6 +165,19 @@ def test_a_run_with_columns_of_another_version_is_named_and_left_out(tmp_path):
     assert len(read_csv(path)) == 1
     assert len(unreadable) == 1
     assert str(other) in unreadable[0]
+
+
+def test_a_run_record_of_an_older_version_is_named_and_left_out(tmp_path):
+    write(tmp_path / "movies" / "good", [row()])
+    older = tmp_path / "movies" / "older" / "run.json"
+    older.parent.mkdir()
+    text = record([row()]).model_dump_json()
+    older.write_text(text.replace('"schema_version":2', '"schema_version":1'))
+    path, unreadable = rebuild_leaderboard(tmp_path)
+    assert len(read_csv(path)) == 1
+    assert unreadable == [
+        f"{older}: not a run record of this version: schema_version Input should be 2"
+    ]
 
 
 def test_no_runs_at_all_make_an_empty_leaderboard(tmp_path):

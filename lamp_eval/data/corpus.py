@@ -24,6 +24,7 @@ class Corpus:
         task_users_origin: `others` if those are different people; `evaluated` if they are the
             evaluated users themselves, of whom only the histories are used, never a query.
         synthetic: True if the texts were generated.
+        n_records_left_out: records of all users that have no answer and teach nothing.
         checksum: SHA-256 over all users, histories, queries and golds that the run uses.
         files: SHA-256 of each file read, by path.
     """
@@ -32,6 +33,7 @@ class Corpus:
     task_users: tuple[User, ...]
     task_users_origin: str
     synthetic: bool
+    n_records_left_out: int
     checksum: str
     files: dict[str, str]
 
@@ -49,16 +51,25 @@ def load_corpus(task: Task, data: DataConfig) -> Corpus:
         files: dict[str, str] = {}
     else:
         users, task_users, files = oppu.read(task, data)
-    users = tuple(_newest(user, data) for user in users[: data.max_users])
+    users, n_left_out = _answered(users[: data.max_users], task)
+    users = tuple(_newest(user, data) for user in users)
     sources = [*files, "data=sample"]  # the evaluated users' file first
     check_users(users, task, sources[0])
     if task_users and data.task_users != "evaluated":
         origin = "others"
+        task_users, n_more = _answered(task_users, task)
+        n_left_out += n_more
         check_users(task_users, task, sources[min(1, len(sources) - 1)])
     else:
         origin, task_users = "evaluated", users
     return Corpus(
-        users, task_users, origin, data.source == "sample", _checksum(users, task_users), files
+        users,
+        task_users,
+        origin,
+        synthetic=data.source == "sample",
+        n_records_left_out=n_left_out,
+        checksum=_checksum(users, task_users),
+        files=files,
     )
 
 
@@ -114,31 +125,44 @@ def check_users(users: Sequence[User], task: Task, source: str) -> None:
                     )
                 )
             query_owner[query.id] = user.id
-            if query.gold not in task.labels:
-                problems.append(_bad_label(query.gold, f"{where}, field 'gold'", task))
-            if task.oppu.input_marker not in query.input:
+            known = query.gold in task.labels if task.labels else bool(query.gold.strip())
+            if not known:
+                problems.append(_bad_answer(query.gold, task.labels, f"{where}, field 'gold'"))
+            if task.oppu.texts(query.input) is None:
                 problems.append(
                     UserError(
-                        expected=f"the text {task.oppu.input_marker!r} in front of the item",
+                        expected=f"a text of the form {task.oppu.input_pattern}",
                         found=repr(query.input[:80]),
                         where=f"{where}, field 'input'",
                         fix=f"check that this is a file of the task {task.name}",
                     )
                 )
+        labels = task.labels if task.labelled_records else ()
         for position, record in enumerate(user.history):
-            if record.fields[task.gold_field] not in task.labels:
+            answer = record.fields[task.gold_field]
+            if labels and answer not in labels:
                 where = f"{source}, user {user.id!r}, record {position}, field {task.gold_field!r}"
-                problems.append(_bad_label(record.fields[task.gold_field], where, task))
+                problems.append(_bad_answer(answer, labels, where))
     raise_if_any(problems)
 
 
-def _bad_label(found: str, where: str, task: Task) -> UserError:
+def _bad_answer(found: str, labels: Sequence[str], where: str) -> UserError:
     return UserError(
-        expected=f"one of {', '.join(task.labels)}",
+        expected=f"one of {', '.join(labels)}" if labels else "a text",
         found=repr(found),
         where=where,
-        fix="correct the label, or choose the task the file belongs to",
+        fix="correct it, or choose the task the file belongs to",
     )
+
+
+def _answered(users: Sequence[User], task: Task) -> tuple[tuple[User, ...], int]:
+    """The users with only the records that have an answer, and how many have none."""
+    kept = tuple(
+        replace(user, history=tuple(r for r in user.history if r.fields[task.gold_field].strip()))
+        for user in users
+    )
+    n_kept = sum(len(user.history) for user in kept)
+    return kept, sum(len(user.history) for user in users) - n_kept
 
 
 def _newest(user: User, data: DataConfig) -> User:

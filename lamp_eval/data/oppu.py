@@ -1,4 +1,4 @@
-"""The released per-user format of OPPU: `user_top_100_history.json` and `user_others.json`."""
+"""The released per-user files of OPPU: `user_top_100_history.json` and `user_others.json`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lamp_eval.records import Query, Record, User
 from lamp_eval.tasks import Task
 
 EVALUATED = "user_top_100_history.json"
+EVALUATED_TWEETS = "user_more_100_history.json"  # as tweets were released
 OTHERS = "user_others.json"
 
 
@@ -37,16 +38,18 @@ def read(task: Task, data: DataConfig) -> tuple[tuple[User, ...], tuple[User, ..
             fix="give data.dir=…, or use data=sample",
         )
     root = Path(data.dir)
-    folder = next((f for f in (root / task.name, root) if (f / EVALUATED).is_file()), None)
-    if folder is None:
+    candidates = [f / n for f in (root / task.name, root) for n in (EVALUATED, EVALUATED_TWEETS)]
+    evaluated_path = next((path for path in candidates if path.is_file()), None)
+    if evaluated_path is None:
         raise UserError(
             expected=f"{EVALUATED} in {root / task.name} or {root}",
             found="no such file" if root.is_dir() else f"{root} is not a directory",
             where="option data.dir",
             fix=f"point data.dir at the folder that holds {task.name}/{EVALUATED}",
         )
-    users, digest = _read_file(folder / EVALUATED, task)
-    files = {str(folder / EVALUATED): digest}
+    folder = evaluated_path.parent
+    users, digest = _read_file(evaluated_path, task)
+    files = {str(evaluated_path): digest}
     others: tuple[User, ...] = ()
     if data.task_users == "others" or (data.task_users == "auto" and (folder / OTHERS).is_file()):
         others, files[str(folder / OTHERS)] = _read_file(folder / OTHERS, task)

@@ -1,8 +1,27 @@
-"""The LaMP tasks. Adding one: a file here and a line in `TASKS`."""
+"""The seven LaMP tasks. Adding one: a file here and a line in `TASKS`."""
 
-from lamp_eval.tasks import movie_tagging, product_rating
+from lamp_eval.tasks import (
+    citation,
+    movie_tagging,
+    news_categorize,
+    news_headline,
+    product_rating,
+    scholarly_title,
+    tweet_paraphrase,
+)
 from lamp_eval.tasks.task import Task
 
-TASKS: dict[str, Task] = {task.name: task for task in (movie_tagging.TASK, product_rating.TASK)}
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        citation.TASK,
+        movie_tagging.TASK,
+        news_categorize.TASK,
+        product_rating.TASK,
+        news_headline.TASK,
+        scholarly_title.TASK,
+        tweet_paraphrase.TASK,
+    )
+}
 
 __all__ = ["TASKS", "Task"]

@@ -15,6 +15,7 @@ _TAGS = (
 TASK = Task(
     name="movie_tagging",
     lamp_id="LaMP_2M",
+    kind="label",
     text_field="description",
     gold_field="tag",
     labels=(
@@ -34,7 +35,6 @@ TASK = Task(
         "violence",
         "true story",
     ),
-    ordinal=False,
     max_new_tokens=10,
     oppu=OppuPrompts(
         query_prompt=_QUESTION + _TAGS + "\n description: {} tag:",
@@ -42,6 +42,6 @@ TASK = Task(
         retrieval_history="description: {description} tag: {tag}\n",
         retrieval_query_train=_QUESTION + "\n description: {description}",
         retrieval_query_test=_QUESTION + "\n description: {}",
-        input_marker="] description: ",
+        input_pattern=r"\] description: (.*)",
     ),
 )

@@ -8,10 +8,11 @@ _ANSWER_RULE = " just answer with 1, 2, 3, 4, or 5 without further explanation."
 TASK = Task(
     name="product_rating",
     lamp_id="LaMP_3",
+    kind="rating",
     text_field="text",
     gold_field="score",
     labels=("1", "2", "3", "4", "5"),
-    ordinal=True,
+    answer_pattern="([1-5])",
     max_new_tokens=8,
     oppu=OppuPrompts(
         query_prompt=_QUESTION + _ANSWER_RULE + " review: {}\n score:",
@@ -19,6 +20,6 @@ TASK = Task(
         retrieval_history="review: {text} score: {score}\n",
         retrieval_query_train=_QUESTION + " review: {text}",
         retrieval_query_test=_QUESTION + " review: {}",
-        input_marker="without further explanation. review: ",
+        input_pattern=r"without further explanation\. review: (.*)",
     ),
 )

@@ -1,24 +1,48 @@
-"""What a task is: its fields, its labels, its prompts and its metrics. Values only."""
+"""What a task is: its fields, its labels, its prompts and its metrics."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+METRICS = {
+    "label": ("accuracy", "macro_f1"),
+    "rating": ("mae", "rmse", "accuracy"),
+    "text": ("rouge1", "rougeL"),
+}
 
 
 @dataclass(frozen=True)
 class OppuPrompts:
     """The released prompt strings of one task (`TamSiuhin/OPPU`, `prompt/prompt.json`).
 
-    `{field}` names a record's field; `query_prompt` and `retrieval_query_test` take the text
-    extracted from a query's input as `{}`.
+    `{field}` names a record's field. A query's input gives its item's text, and in citation
+    identification two options after it: `query_prompt` takes all as `{}`, `retrieval_query_test`
+    the text alone.
+
+    Attributes:
+        query_prompt: asks for the answer to a query.
+        record_prompt: the same of a record (released as OPPU_input); the answer follows after one
+            space.
+        retrieval_history: a record as it is shown.
+        retrieval_query_train: what a record searches with.
+        retrieval_query_test: what a query searches with.
+        input_pattern: finds the text in a query's input as group 1, and options as groups 2 and 3.
+        trains_alone: as released, a user's records are trained on without retrieved ones.
     """
 
     query_prompt: str
-    record_prompt: str  # released as OPPU_input; the answer follows after one space
+    record_prompt: str
     retrieval_history: str
     retrieval_query_train: str
     retrieval_query_test: str
-    input_marker: str  # the query's text starts after it
+    input_pattern: str
+    trains_alone: bool = False
+
+    def texts(self, query_input: str) -> tuple[str, ...] | None:
+        """The text of a query's input, and its options if it has any; None: not of this task."""
+        found = re.search(self.input_pattern, query_input, re.DOTALL)
+        return found.groups() if found else None
 
 
 @dataclass(frozen=True)
@@ -28,24 +52,29 @@ class Task:
     Attributes:
         name: as in configs and files, e.g. `movie_tagging`.
         lamp_id: the benchmark's id, e.g. `LaMP_2M`.
+        kind: what an answer is: `label`, `rating` (a label with an order) or `text`.
         text_field: the record's field with the text.
         gold_field: the record's field with the answer.
-        labels: all valid answers.
-        ordinal: True if the labels are numbers with an order (scored by MAE and RMSE as well).
         max_new_tokens: upper bound of an answer's length in tokens, EOS included.
         oppu: prompts of the per-user protocol.
+        labels: all valid answers; none if the answer is free text.
+        labelled_records: whether records carry the same labels as queries.
+        answer_pattern: under the protocol's rules, finds an answer in an output; its group 1 is
+            part of one label only. None: the label itself is looked for.
     """
 
     name: str
     lamp_id: str
+    kind: str
     text_field: str
     gold_field: str
-    labels: tuple[str, ...]
-    ordinal: bool
     max_new_tokens: int
     oppu: OppuPrompts
+    labels: tuple[str, ...] = ()
+    labelled_records: bool = True
+    answer_pattern: str | None = None
 
     @property
     def metrics(self) -> tuple[str, ...]:
         """Names of the metrics reported, the main one first."""
-        return ("mae", "rmse", "accuracy") if self.ordinal else ("accuracy", "macro_f1")
+        return METRICS[self.kind]
