@@ -11,19 +11,28 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import platform
 import sys
 import warnings
 from pathlib import Path
 
+# How often an idle OpenMP thread looks for new work before it sleeps. By default it spins 300,000
+# times, which keeps the cores from whatever else computes on them. Measured on 2 cores, user stage:
+# 570 instead of 602 tokens/s alone; beside two busy processes 125 instead of fewer than 1.
+_SPIN_COUNT = "10000"
+
 
 def preload() -> str:
     """Loads torch's BLAS ahead of MLX on Linux; returns what MLX multiplies with.
 
-    Without it everything still works, slower: that is said in a warning.
+    Its threads then spin less between two products, unless `GOMP_SPINCOUNT` or `OMP_WAIT_POLICY`
+    is set. Without the BLAS everything still works, slower: that is said in a warning.
     """
     if platform.system() != "Linux":
         return "system"
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     spec = importlib.util.find_spec("torch")
     library = Path(spec.origin or "").parent / "lib" / "libtorch_cpu.so" if spec else None
     if "mlx.core" in sys.modules:

@@ -2,6 +2,10 @@
 
 import tiny  # isort: skip  # noqa: F401  # loads the BLAS, before MLX
 
+import os
+import platform
+import subprocess
+import sys
 from types import ModuleType
 
 import mlx.core as mx
@@ -84,3 +88,22 @@ def test_only_what_a_module_has_is_replaced() -> None:
     cpu.speed_up(module)
     assert module.swiglu is cpu.swiglu
     assert not hasattr(module, "scaled_dot_product_attention")
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="the BLAS is loaded on Linux only")
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, 10_000), ({"GOMP_SPINCOUNT": "77"}, 77), ({"OMP_WAIT_POLICY": "passive"}, 0)],
+)
+def test_threads_spin_little_unless_the_user_says_otherwise(
+    given: dict[str, str], spins: int
+) -> None:
+    kept = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run(
+        [sys.executable, "-c", "import on_device"],
+        env=kept | given | {"OMP_DISPLAY_ENV": "VERBOSE"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
