@@ -115,8 +115,7 @@ class ExecutorConfig:
     """Where it runs."""
 
     torch_device: str = "auto"  # auto | cpu | cuda | mps: stage 1 and the merge
-    batch_size: int = 16  # prompts generated together
-    tokens_per_pass: int = 2048  # trained on together; the memory grows with it
+    tokens_per_pass: int = 2048  # computed together, padding included; the memory grows with it
 
 
 @dataclass
@@ -211,7 +210,6 @@ def check(config: RunConfig) -> None:
 
     one_of("model.dtype", config.model.dtype, ("float32", "bfloat16", "float16"))
     one_of("executor.torch_device", config.executor.torch_device, ("auto", "cpu", "cuda", "mps"))
-    at_least("executor.batch_size", config.executor.batch_size, 1)
     at_least("executor.tokens_per_pass", config.executor.tokens_per_pass, 1)
 
     stage1, stage2 = config.adapter.task, config.adapter.user

@@ -154,7 +154,7 @@ class Pipeline:
             prompts,
             max_new_tokens=self.plan.task.max_new_tokens,
             eos_token_id=tokenizer.eos_token_id,
-            batch_size=self.plan.config.executor.batch_size,
+            tokens_per_pass=self.plan.config.executor.tokens_per_pass,
         )
         _count_tokens(progress, bar, sum(len(prompt) for prompt in prompts))
         rows = [

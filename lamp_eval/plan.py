@@ -260,7 +260,7 @@ class Plan:
             "version": STAGE_VERSION,
             "packages": environment.versions("mlx", "mlx-lm"),
             "max_new_tokens": self.task.max_new_tokens,
-            "batch_size": self.config.executor.batch_size,
+            "tokens_per_pass": self.config.executor.tokens_per_pass,
             "device": environment.mlx_device(),
         }
         units = {}

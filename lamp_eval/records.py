@@ -95,10 +95,22 @@ def passes(examples: Sequence[Example], max_tokens: int) -> list[list[Example]]:
     is a group of its own.
     """
     n_common = n_common_tokens([example.tokens[: example.answer_start] for example in examples])
-    groups: list[list[Example]] = [[]]
-    for example in sorted(examples, key=lambda example: len(example.tokens)):
-        n_rows, longest = len(groups[-1]) + 1, len(example.tokens)
-        if n_rows > 1 and n_common + n_rows * (longest - n_common) > max_tokens:
+    lengths = [len(example.tokens) for example in examples]
+    return [[examples[i] for i in rows] for rows in like_lengths(lengths, n_common, max_tokens)]
+
+
+def like_lengths(lengths: Sequence[int], n_common: int, max_tokens: int) -> list[list[int]]:
+    """Rows in groups of at most `max_tokens` tokens, padding included, the shortest rows first.
+
+    Args:
+        lengths: tokens of each row; at least one row.
+        n_common: tokens at the beginning of all rows, which a group counts once.
+        max_tokens: a row that is longer is a group of its own.
+    """
+    groups: list[list[int]] = [[]]
+    for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
+        n_rows = len(groups[-1]) + 1
+        if n_rows > 1 and n_common + n_rows * (lengths[row] - n_common) > max_tokens:
             groups.append([])
-        groups[-1].append(example)
+        groups[-1].append(row)
     return groups

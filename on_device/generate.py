@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from lamp_eval.errors import UserError
-from lamp_eval.records import n_common_tokens
+from lamp_eval.records import like_lengths, n_common_tokens
 from on_device.model import DeviceModel
 
 
@@ -27,8 +27,7 @@ def generate(
     *,
     max_new_tokens: int,
     eos_token_id: int,
-    batch_size: int,
-    on_batch: Callable[[int], None] = lambda n_prompts: None,
+    tokens_per_pass: int,
 ) -> list[Answer]:
     """Answers each prompt greedily; batched answers equal those of one prompt at a time.
 
@@ -37,8 +36,7 @@ def generate(
         prompts: token ids, none empty.
         max_new_tokens: per prompt, EOS included.
         eos_token_id: ends an answer.
-        batch_size: prompts computed together; prompts of similar length share a batch.
-        on_batch: called with the number of prompts just answered.
+        tokens_per_pass: bounds the prompts computed together by their tokens and padding.
 
     Returns:
         One answer per prompt, in the order of `prompts`.
@@ -47,11 +45,11 @@ def generate(
         UserError: the model's attention cache cannot be batched.
     """
     answers: dict[int, Answer] = {}
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     n_common = n_common_tokens(prompts)
     prefix = _prefill(device_model, prompts[0][:n_common]) if n_common else None
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
+    # A batch does not compute the common beginning, which is therefore not counted.
+    own_lengths = [len(prompt) - n_common for prompt in prompts]
+    for rows in like_lengths(own_lengths, 0, tokens_per_pass):
         found = _answer_batch(
             device_model,
             prefix,
@@ -60,7 +58,6 @@ def generate(
             eos_token_id,
         )
         answers.update(zip(rows, found, strict=True))
-        on_batch(len(rows))
     return [answers[i] for i in range(len(prompts))]
 
 

@@ -144,7 +144,6 @@ OUT_OF_RANGE = {
     "protocol.max_tokens": 63,
     "model.dtype": "int8",
     "executor.torch_device": "tpu",
-    "executor.batch_size": 0,
     "adapter.task.rank": 0,
     "adapter.task.alpha": 0.0,
     "adapter.task.projections": [],

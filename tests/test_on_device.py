@@ -456,10 +456,10 @@ def _prompts(n_common: int) -> list[list[int]]:
     return [[*common, 20 + i, *_tokens(n - 1, i)] for i, n in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 16])
+@pytest.mark.parametrize("tokens_per_pass", [1, 30, 60, 1000])  # 7, 4, 3 and 1 batches
 @pytest.mark.parametrize("n_common", [0, 1, 18])
 def test_generation_equals_the_naive_loop(
-    answering: DeviceModel, n_common: int, batch_size: int
+    answering: DeviceModel, n_common: int, tokens_per_pass: int
 ) -> None:
     prompts = _prompts(n_common)
     whole = [_naive(answering, prompt, 6, NO_EOS) for prompt in prompts]
@@ -467,17 +467,14 @@ def test_generation_equals_the_naive_loop(
     # An EOS that one prompt meets at its third new token, others earlier, later or never.
     for eos in (NO_EOS, whole[1].tokens[2], whole[5].tokens[0]):
         expected = [_naive(answering, prompt, 6, eos) for prompt in prompts]
-        counted: list[int] = []
         found = generate(
             answering,
             prompts,
             max_new_tokens=6,
             eos_token_id=eos,
-            batch_size=batch_size,
-            on_batch=counted.append,
+            tokens_per_pass=tokens_per_pass,
         )
         assert found == expected
-        assert sum(counted) == len(prompts)
         assert all(eos not in answer.tokens for answer in found)
 
 
@@ -486,7 +483,7 @@ def test_generation_of_equal_prompts_and_of_one_prompt(answering: DeviceModel) -
     expected = _naive(answering, prompt, 4, NO_EOS)
     for n in (1, 3):
         found = generate(
-            answering, [prompt] * n, max_new_tokens=4, eos_token_id=NO_EOS, batch_size=2
+            answering, [prompt] * n, max_new_tokens=4, eos_token_id=NO_EOS, tokens_per_pass=2
         )
         assert found == [expected] * n
 
@@ -498,7 +495,7 @@ def test_the_limit_counts_eos(answering: DeviceModel) -> None:
 
     def answer(limit: int) -> Answer:
         return generate(
-            answering, [prompt], max_new_tokens=limit, eos_token_id=tokens[n], batch_size=1
+            answering, [prompt], max_new_tokens=limit, eos_token_id=tokens[n], tokens_per_pass=1
         )[0]
 
     assert answer(n + 1) == Answer(tokens[:n], True)
@@ -507,7 +504,7 @@ def test_the_limit_counts_eos(answering: DeviceModel) -> None:
 
 def test_generation_uses_the_adapter(answering: DeviceModel, base_dir: Path) -> None:
     prompts = _prompts(10)
-    options = {"max_new_tokens": 6, "eos_token_id": NO_EOS, "batch_size": 4}
+    options = {"max_new_tokens": 6, "eos_token_id": NO_EOS, "tokens_per_pass": 40}
     base = generate(DeviceModel(base_dir), prompts, **options)
     assert generate(answering, prompts, **options) != base
     assert generate(DeviceModel(base_dir, RECIPE), prompts, **options) == base
