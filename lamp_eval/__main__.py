@@ -19,7 +19,7 @@ from rich.console import Console
 
 from lamp_eval import display
 from lamp_eval.config import RunConfig
-from lamp_eval.errors import UserError
+from lamp_eval.errors import UserError, fail
 from lamp_eval.results import RunRecord
 
 _HERE = Path(__file__).resolve().parent
@@ -64,7 +64,7 @@ def main() -> None:
         console.print("\nstopped. What is finished is kept: the same command continues from there.")
         os._exit(130)  # without waiting for the threads of torch and MLX
     except (HydraException, OmegaConfBaseException) as error:
-        _fail(_composition_message(error))
+        fail(_composition_message(error))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS,
                                errno.ENOTDIR, errno.EEXIST, errno.EPERM):  # fmt: skip
@@ -76,7 +76,7 @@ def main() -> None:
             where=where,
             fix="free some space or set output_dir=…; the same command then continues",
         )
-        _fail(str(problem))
+        fail(str(problem))
     if len(_finished) > 1:
         from lamp_eval.leaderboard import main_rows
 
@@ -86,12 +86,7 @@ def main() -> None:
             console, shown, title=f"sweep: {len(_finished)} runs side by side", with_blocks=True
         )
     if _mistakes:
-        _fail("\n".join(dict.fromkeys(str(mistake) for mistake in _mistakes)))
-
-
-def _fail(message: str) -> None:
-    print(f"lamp_eval: error: {message}", file=sys.stderr)
-    sys.exit(2)
+        fail("\n".join(dict.fromkeys(str(mistake) for mistake in _mistakes)))
 
 
 def _composition_message(error: Exception) -> str:

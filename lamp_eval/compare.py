@@ -1,257 +1,384 @@
-"""Paired comparison of two arms: Δ over queries, Δᵤ over users, and how certain they are."""
+"""Paired comparison of prediction files: `python -m lamp_eval.compare --golds G --a P1 --b P2`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
 
-import numpy as np
-import numpy.typing as npt
-from scipy import stats
+from rich.console import Console
+from rich.table import Table
 
-from lamp_eval.errors import UserError
+from lamp_eval.data.files import parse_json, read_bytes
+from lamp_eval.data.lamp import read_users
+from lamp_eval.errors import UserError, fail, raise_if_any
+from lamp_eval.metrics import LOWER_IS_BETTER, QUERY_SCORES, RULES, score_output
+from lamp_eval.score import checked_pairs, task_named
+from lamp_eval.statistics import by_history_length, compare, holm
+from lamp_eval.tasks import Task
 
-Floats = npt.NDArray[np.float64]
-Interval = tuple[float, float] | tuple[None, None]
-
-# Elements of the largest array of one batch of resamples: 32 MB, whatever the number of users.
-_BATCH_ELEMENTS = 4_000_000
-# Differences that vanish at this many decimals are float noise: they are ties.
-_DECIMALS = 12
+# Fields of a file of per-query scores, with the names of the published files behind them.
+_PAIR_FIELDS = (("user_id",), ("score", "oppu_score"), ("reference_score", "task_score"))
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """An arm against its reference, on the same queries.
-
-    Differences are value − reference in the metric's unit, whichever direction is better. With
-    one user nothing is known about other users: intervals and p-values are None.
+class Paired:
+    """The scores of an arm and of its reference on the same queries.
 
     Attributes:
-        n_users: number of users.
-        n_queries: number of queries of all users.
-        value: the arm's mean over queries.
-        reference_value: the reference's mean over queries.
-        delta: Δ, the mean difference over queries.
-        ci_low: lower end of Δ's 95 % percentile bootstrap interval, users resampled.
-        ci_high: its upper end.
-        delta_u: Δᵤ, the mean over users of the user's mean difference.
-        ci_u_low: lower end of Δᵤ's 95 % percentile bootstrap interval, users resampled.
-        ci_u_high: its upper end.
-        normal_ci_low: Δ − 1.96·sd/√n over queries (n − 1), as the published tables have it; it
-            takes the queries of one user as independent.
-        normal_ci_high: Δ + 1.96·sd/√n.
-        normal_ci_u_low: Δᵤ − 1.96·sd/√n over users.
-        normal_ci_u_high: Δᵤ + 1.96·sd/√n.
-        p: two-sided sign-flip permutation test of the users' mean differences.
-        wilcoxon_p: two-sided Wilcoxon signed-rank test of the same, ties dropped.
-        query_wins: queries on which the arm is better than the reference.
-        query_ties: queries on which both score the same.
-        query_losses: queries on which the arm is worse.
-        user_wins: users whose mean is better.
-        user_ties: users whose mean is the same.
-        user_losses: users whose mean is worse.
-        improves: whether Δ points in the better direction; None if Δ is 0.
-    """
-
-    n_users: int
-    n_queries: int
-    value: float
-    reference_value: float
-    delta: float
-    ci_low: float | None
-    ci_high: float | None
-    delta_u: float
-    ci_u_low: float | None
-    ci_u_high: float | None
-    normal_ci_low: float | None
-    normal_ci_high: float | None
-    normal_ci_u_low: float | None
-    normal_ci_u_high: float | None
-    p: float | None
-    wilcoxon_p: float | None
-    query_wins: int
-    query_ties: int
-    query_losses: int
-    user_wins: int
-    user_ties: int
-    user_losses: int
-    improves: bool | None
-
-
-def compare(
-    user_ids: Sequence[str],
-    values: Sequence[float],
-    reference_values: Sequence[float],
-    *,
-    higher_is_better: bool,
-    seed: int,
-    n_resamples: int = 9999,
-) -> Comparison:
-    """Compares an arm with its reference (protocol.md, "Δ and Δᵤ").
-
-    The order of the rows changes nothing, not even the last digit.
-
-    Args:
+        task: the benchmark's id, or the file of the scores.
+        metric: its name.
+        higher_is_better: its direction.
+        arm: the arm's name.
+        reference: its reference's name.
         user_ids: the user of each query, (n_queries,).
         values: the arm's score of each query, (n_queries,).
-        reference_values: the reference's score of the same query, (n_queries,).
-        higher_is_better: the metric's direction; decides wins, losses and `improves`.
-        seed: seed of the bootstrap and of the permutation test, ≥ 0.
-        n_resamples: resamples of each of them, ≥ 1.
+        reference_values: the reference's, (n_queries,).
+        n_left_out: queries without a score in one of them, which are not in the former.
+        agreement: share of all queries on which both gave the same answer, surrounding white space
+            aside; None if only scores are known.
+    """
+
+    task: str
+    metric: str
+    higher_is_better: bool
+    arm: str
+    reference: str
+    user_ids: tuple[str, ...]
+    values: tuple[float, ...]
+    reference_values: tuple[float, ...]
+    n_left_out: int = 0
+    agreement: float | None = None
+
+
+def pairs_of_files(
+    golds: Path,
+    arms: Sequence[Path],
+    reference: Path,
+    *,
+    cross_user: Path | None = None,
+    user_of: dict[str, str] | None = None,
+    task: Task | None = None,
+    rules: str = "official",
+) -> list[Paired]:
+    """Scores prediction files in the benchmark's format and pairs them query by query.
+
+    Args:
+        golds: as for `lamp_eval.score`.
+        arms: predictions of one or more arms.
+        reference: predictions of what each of them is compared with.
+        cross_user: predictions with strangers' adapters. They are compared with the reference as
+            well, and each arm with them: the personal part of its gain.
+        user_of: the user of each query id; None: every query is a user of its own.
+        task: the task; None: every task in `golds`.
+        rules: one of `RULES`.
+
+    Returns:
+        One for each task, metric with a score per query, and pair of files.
 
     Raises:
-        UserError: if there are no rows, the lengths differ or a score is not finite.
+        UserError: a file cannot be read, ids differ, or a query has no user.
     """
-    _check_rows(user_ids, values, reference_values)
-    users, user_of_row = np.unique(np.asarray(user_ids), return_inverse=True)
-    value, reference = np.asarray(values, np.float64), np.asarray(reference_values, np.float64)
-    # Float sums depend on the order of their terms, and resampling on the order of the users.
-    order = np.lexsort((reference, value, user_of_row))
-    user_of_row, value, reference = user_of_row[order], value[order], reference[order]
+    wanted = [(arm, reference) for arm in arms]
+    if cross_user is not None:
+        wanted += [(cross_user, reference), *((arm, cross_user) for arm in arms)]
+    files = list(dict.fromkeys(path for pair in wanted for path in pair))
+    stems = [path.stem for path in files]
+    name_of = {p: p.stem if stems.count(p.stem) == 1 else str(p) for p in files}
+    read = {path: checked_pairs(golds, path, task) for path in files}
+    paired = []
+    for index, (of_task, gold, _) in enumerate(read[reference]):
+        if user_of is not None:
+            _check_users_known(user_of, gold.by_id, gold.where)
+        users = [user_of[query_id] if user_of else query_id for query_id in gold.by_id]
+        outputs = {path: [*read[path][index][2].by_id.values()] for path in files}
+        scores = {
+            path: [
+                score_output(of_task, output, right)[rules]
+                for output, right in zip(outputs[path], gold.by_id.values(), strict=True)
+            ]
+            for path in files
+        }
+        for metric in (m for m in of_task.metrics if m in QUERY_SCORES):
+            for arm, other in wanted:
+                rows: list[tuple[str, float | None, float | None]] = [
+                    (user, own[QUERY_SCORES[metric]], theirs[QUERY_SCORES[metric]])
+                    for user, own, theirs in zip(users, scores[arm], scores[other], strict=True)
+                ]
+                same = zip(outputs[arm], outputs[other], strict=True)
+                paired.append(
+                    _paired(
+                        rows,
+                        task=of_task.lamp_id,
+                        metric=metric,
+                        higher_is_better=metric not in LOWER_IS_BETTER,
+                        arm=name_of[arm],
+                        reference=name_of[other],
+                        agreement=sum(a.strip() == b.strip() for a, b in same) / len(users),
+                    )
+                )
+    return paired
 
-    differences = value - reference  # (n_queries,)
-    sums = np.bincount(user_of_row, weights=differences).astype(np.float64)  # (n_users,)
-    counts = np.bincount(user_of_row).astype(np.float64)  # (n_users,)
-    user_differences = sums / counts  # (n_users,)
-    delta, delta_u = float(differences.mean()), float(user_differences.mean())
 
-    ci: Interval = (None, None)
-    ci_u, normal_ci, normal_ci_u = ci, ci, ci
-    p = wilcoxon_p = None
-    if len(users) > 1:
-        rng = np.random.default_rng(seed)
-        ci = _bootstrap_interval(_ratio_of_sums, (sums, counts), rng, n_resamples)
-        ci_u = _bootstrap_interval(np.mean, (user_differences,), rng, n_resamples)
-        normal_ci, normal_ci_u = _normal_interval(differences), _normal_interval(user_differences)
-        p = _sign_flip_p(user_differences, rng, n_resamples)
-        wilcoxon_p = _wilcoxon_p(user_differences)
+def pairs_of_scores(path: Path, *, higher_is_better: bool = True) -> Paired:
+    """Reads per-query scores, a JSON object per line: `{user_id, score, reference_score}`.
 
-    better = 1 if higher_is_better else -1
-    query_wins, query_ties, query_losses = _wins_ties_losses(better * differences)
-    user_wins, user_ties, user_losses = _wins_ties_losses(better * user_differences)
-    return Comparison(
-        n_users=len(users),
-        n_queries=len(differences),
-        value=float(value.mean()),
-        reference_value=float(reference.mean()),
-        delta=delta,
-        ci_low=ci[0],
-        ci_high=ci[1],
-        delta_u=delta_u,
-        ci_u_low=ci_u[0],
-        ci_u_high=ci_u[1],
-        normal_ci_low=normal_ci[0],
-        normal_ci_high=normal_ci[1],
-        normal_ci_u_low=normal_ci_u[0],
-        normal_ci_u_high=normal_ci_u[1],
-        p=p,
-        wilcoxon_p=wilcoxon_p,
-        query_wins=query_wins,
-        query_ties=query_ties,
-        query_losses=query_losses,
-        user_wins=user_wins,
-        user_ties=user_ties,
-        user_losses=user_losses,
-        improves=None if round(delta, _DECIMALS) == 0 else better * delta > 0,
+    The published names `oppu_score` and `task_score` are taken as well, and a field `diff` is
+    checked: it is the gain, with the sign that makes positive better.
+
+    Raises:
+        UserError: with all problems of the file.
+    """
+    problems: list[UserError] = []
+    rows: list[tuple[str, float | None, float | None]] = []
+    for number, line in enumerate(read_bytes(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = parse_json(line, where, "a JSON object on each line")
+        except UserError as error:
+            problems.append(error)
+            continue
+        row = row if isinstance(row, dict) else {}
+        user, score, reference = (
+            next((row[name] for name in names if name in row), None) for names in _PAIR_FIELDS
+        )
+        if not (_is_text(user) and _is_number(score) and _is_number(reference)):
+            problems.append(
+                UserError(
+                    expected="user_id (a string), score and reference_score (finite numbers)",
+                    found=f"{user!r:.40}, {score!r:.40}, {reference!r:.40}",
+                    where=where,
+                    fix="correct the line",
+                )
+            )
+            continue
+        gain = (score - reference) * (1 if higher_is_better else -1)
+        if "diff" in row and not (_is_number(row["diff"]) and abs(row["diff"] - gain) < 1e-9):
+            problems.append(
+                UserError(
+                    expected=f"the gain, {gain:g}",
+                    found=f"{row['diff']!r:.40}",
+                    where=f"{where}, field 'diff'",
+                    fix="say --lower-is-better if these are errors, or correct the line",
+                )
+            )
+        rows.append((user, score, reference))
+    raise_if_any(problems)
+    return _paired(
+        rows,
+        task=str(path),
+        metric="score",
+        higher_is_better=higher_is_better,
+        arm=path.stem,
+        reference="its reference",
     )
 
 
-def _check_rows(
-    user_ids: Sequence[str], values: Sequence[float], reference_values: Sequence[float]
-) -> None:
-    lengths = (len(user_ids), len(values), len(reference_values))
-    where = "the paired scores of an arm and its reference"
-    if len(set(lengths)) > 1 or lengths[0] == 0:
-        raise UserError(
-            expected="as many user ids as scores and reference scores, at least one",
-            found="{} user ids, {} scores, {} reference scores".format(*lengths),
-            where=where,
-            fix="compare arms that answered the same queries",
+def report(
+    paired: Sequence[Paired],
+    n_records: dict[str, int] | None = None,
+    *,
+    seed: int = 0,
+    n_resamples: int = 9999,
+) -> list[dict[str, Any]]:
+    """Compares each pair; p-values are also corrected for the pairs of the same task and metric.
+
+    Args:
+        paired: what to compare.
+        n_records: length of each user's history, for a breakdown by it.
+        seed: of bootstrap and permutation test.
+        n_resamples: of each.
+
+    Returns:
+        For each pair its names, the fields of `lamp_eval.statistics.Comparison`, `p_holm`,
+        `wilcoxon_p_holm`, and `by_history`: the same fields by class of history length.
+
+    Raises:
+        UserError: a user's history length is not known, or there is nothing to compare.
+    """
+    rows = []
+    for pair in paired:
+        columns = (pair.user_ids, pair.values, pair.reference_values)
+        options: dict[str, Any] = {
+            "higher_is_better": pair.higher_is_better,
+            "seed": seed,
+            "n_resamples": n_resamples,
+        }
+        classes = {}
+        if n_records:
+            _check_users_known(n_records, pair.user_ids, "the length of each user's history")
+            classes = by_history_length(*columns, n_records, **options)
+        names = {k: v for k, v in vars(pair).items() if k not in _COLUMNS}
+        rows.append(
+            names
+            | asdict(compare(*columns, **options))
+            | {"by_history": {name: asdict(found) for name, found in classes.items()}}
         )
-    finite = np.isfinite(values) & np.isfinite(reference_values)
-    if not finite.all():
-        row = int(np.argmin(finite))
-        raise UserError(
-            expected="finite scores",
-            found=f"{values[row]} and {reference_values[row]} in row {row}, "
-            f"user {user_ids[row]} ({int((~finite).sum())} such rows)",
-            where=where,
-            fix="leave these queries out of both arms, or score them again",
-        )
+    for group in _groups(rows):
+        for name in ("p", "wilcoxon_p"):
+            for row, corrected in zip(group, holm([row[name] for row in group]), strict=True):
+                row[f"{name}_holm"] = corrected
+    return rows
 
 
-def _ratio_of_sums(sums: Floats, counts: Floats, axis: int) -> Floats:
-    """Δ from the users' sums of differences and numbers of queries, both (…, n_users)."""
-    ratio: Floats = sums.sum(axis=axis) / counts.sum(axis=axis)
-    return ratio
+_COLUMNS = ("user_ids", "values", "reference_values")
 
 
-def _bootstrap_interval(
-    statistic: Callable[..., Floats],
-    samples: tuple[Floats, ...],
-    rng: np.random.Generator,
-    n_resamples: int,
-) -> tuple[float, float]:
-    """95 % percentile interval of `statistic(*samples, axis)`; `samples` are (n_users,) each."""
-    interval = stats.bootstrap(
-        samples,
-        statistic,
-        paired=True,
-        vectorized=True,
-        method="percentile",
-        n_resamples=n_resamples,
-        batch=_batch(len(samples[0])),
-        rng=rng,
-    ).confidence_interval
-    return float(interval.low), float(interval.high)
-
-
-def _normal_interval(differences: Floats) -> tuple[float, float]:
-    """Mean ± 1.96·sd/√n with n − 1 degrees of freedom, for n > 1."""
-    mean = float(differences.mean())
-    half = 1.96 * float(differences.std(ddof=1)) / len(differences) ** 0.5
-    return mean - half, mean + half
-
-
-def _sign_flip_p(user_differences: Floats, rng: np.random.Generator, n_resamples: int) -> float:
-    """Two-sided p; exact where there are at most `n_resamples` ways to flip the signs."""
-    rounded = np.round(user_differences, _DECIMALS)
-    moved = rounded[rounded != 0]  # flipping a zero changes nothing
-    if len(moved) < 2:
-        return 1.0
-
-    def rounded_mean(sample: Floats, axis: int) -> Floats:
-        # Equal means must compare as equal, whichever order their terms were summed in.
-        means: Floats = sample.mean(axis=axis)
-        return means.round(_DECIMALS)
-
-    test = stats.permutation_test(
-        (moved,),
-        rounded_mean,
-        permutation_type="samples",
-        vectorized=True,
-        n_resamples=n_resamples,
-        batch=_batch(len(moved)),
-        rng=rng,
+def _paired(rows: Sequence[tuple[str, float | None, float | None]], **names: Any) -> Paired:
+    """A pair of the rows in which both have a score."""
+    known = [(user, s, r) for user, s, r in rows if s is not None and r is not None]
+    return Paired(
+        user_ids=tuple(user for user, _, _ in known),
+        values=tuple(score for _, score, _ in known),
+        reference_values=tuple(reference for _, _, reference in known),
+        n_left_out=len(rows) - len(known),
+        **names,
     )
-    return float(test.pvalue)
 
 
-def _wilcoxon_p(user_differences: Floats) -> float:
-    """Two-sided p; ties dropped (`zero_method="wilcox"`), as in the published tables."""
-    rounded = np.round(user_differences, _DECIMALS)
-    if not rounded.any():
-        return 1.0
-    return float(stats.wilcoxon(rounded, zero_method="wilcox").pvalue)
+def _is_text(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and value != ""
 
 
-def _wins_ties_losses(gains: Floats) -> tuple[int, int, int]:
-    """How many gains are positive, zero and negative."""
-    rounded = np.round(gains, _DECIMALS)
-    return int((rounded > 0).sum()), int((rounded == 0).sum()), int((rounded < 0).sum())
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _batch(n_users: int) -> int:
-    """Resamples drawn at once."""
-    return max(1, _BATCH_ELEMENTS // n_users)
+def _check_users_known(known: dict[str, Any], wanted: Iterable[str], where: str) -> None:
+    missing = [name for name in dict.fromkeys(wanted) if name not in known]
+    if missing:
+        raise UserError(
+            expected="an entry for each of them in the file given as --users",
+            found=f"none for {len(missing)}: {', '.join(map(repr, missing[:10]))}"
+            + (", …" if len(missing) > 10 else ""),
+            where=where,
+            fix="complete the file given as --users",
+        )
+
+
+def _groups(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The rows of each task and metric; rows of score files are one family."""
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for row in rows:
+        key = None if row["metric"] == "score" else (row["task"], row["metric"])
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; exits with 2 after a user's mistake."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lamp_eval.compare",
+        description="Compares arms on the same queries: Δ over queries, Δᵤ over users.",
+    )
+    parser.add_argument("--golds", type=Path, help="{task, golds: [{id, output}]}")
+    parser.add_argument("--a", type=Path, action="append", help="an arm's predictions; repeatable")
+    parser.add_argument("--b", type=Path, help="the predictions that it is compared with")
+    parser.add_argument("--cross-user", type=Path, help="predictions with strangers' adapters")
+    parser.add_argument(
+        "--users",
+        type=Path,
+        help="whose query is which: the benchmark's questions, {id: user_id} or "
+        "{id: {user_id, n_records}}; without it every query is its own user",
+    )
+    parser.add_argument("--task", type=task_named, help="LaMP_1 … LaMP_7 (as --golds says)")
+    parser.add_argument("--rules", choices=RULES, default="official")
+    parser.add_argument(
+        "--pairs",
+        type=Path,
+        action="append",
+        help="instead: a file with {user_id, score, reference_score} on each line; repeatable",
+    )
+    parser.add_argument("--lower-is-better", action="store_true", help="--pairs holds errors")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    options = parser.parse_args(arguments)
+    from_files = (options.golds, options.a, options.b)
+    if options.pairs and any((*from_files, options.cross_user, options.users)):
+        parser.error("--pairs stands alone: its lines name users and scores")
+    if not options.pairs and not all(from_files):
+        parser.error("--golds, --a and --b are needed, or --pairs")
+    try:
+        user_of, n_records = read_users(options.users) if options.users else (None, None)
+        if options.pairs:
+            higher = not options.lower_is_better
+            paired = [pairs_of_scores(path, higher_is_better=higher) for path in options.pairs]
+        else:
+            paired = pairs_of_files(
+                options.golds,
+                options.a,
+                options.b,
+                cross_user=options.cross_user,
+                user_of=user_of,
+                task=options.task,
+                rules=options.rules,
+            )
+        rows = report(paired, n_records, seed=options.seed)
+    except UserError as error:
+        fail(error)
+    if options.json:
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for group in _groups(rows):
+        _show(console, group, options.rules)
+    if not options.pairs and user_of is None:
+        console.print("Without --users every query counts as a user of its own.")
+
+
+def _show(console: Console, rows: Sequence[dict[str, Any]], rules: str) -> None:
+    """One column for each comparison."""
+    first = rows[0]
+    title = "scores" if first["metric"] == "score" else f"{first['task']}, {rules} rules"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column(first["metric"])
+    for row in rows:
+        table.add_column(f"{row['arm']}\n− {row['reference']}", justify="right")
+
+    def add(name: str, *fields: str, form: str = "{}") -> None:
+        cells = []
+        for row in rows:
+            values = [row[field] for field in fields]
+            cells.append("" if None in values else form.format(*values))
+        if any(cell not in ("", "0") for cell in cells):
+            table.add_row(name, *cells)
+
+    add("queries", "n_queries")
+    add("without a score", "n_left_out")
+    add("users", "n_users")
+    add("value", "value", form="{:.6f}")
+    add("reference", "reference_value", form="{:.6f}")
+    add("Δ", "delta", form="{:+.6f}")
+    add("  95 %, over users", "ci_low", "ci_high", form="[{:+.6f}, {:+.6f}]")
+    add("  95 %, normal", "normal_ci_low", "normal_ci_high", form="[{:+.6f}, {:+.6f}]")
+    add("Δᵤ", "delta_u", form="{:+.6f}")
+    add("  95 %, over users", "ci_u_low", "ci_u_high", form="[{:+.6f}, {:+.6f}]")
+    add("  95 %, normal", "normal_ci_u_low", "normal_ci_u_high", form="[{:+.6f}, {:+.6f}]")
+    add("  detectable (80 %)", "mde", form="±{:.6f}")
+    add("p, permutation", "p", form="{:.3g}")
+    if len(rows) > 1:
+        add("  Holm", "p_holm", form="{:.3g}")
+    add("p, Wilcoxon", "wilcoxon_p", form="{:.3g}")
+    if len(rows) > 1:
+        add("  Holm", "wilcoxon_p_holm", form="{:.3g}")
+    add("queries +/=/−", "query_wins", "query_ties", "query_losses", form="{}/{}/{}")
+    add("users +/=/−", "user_wins", "user_ties", "user_losses", form="{}/{}/{}")
+    add("same answers", "agreement", form="{:.3%}")
+    for name in dict.fromkeys(name for row in rows for name in row["by_history"]):
+        cells = []
+        for row in rows:
+            found = row["by_history"].get(name)
+            cells.append(f"{found['delta_u']:+.6f} ({found['n_users']})" if found else "")
+        table.add_row(f"Δᵤ, {name} records (users)", *cells)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

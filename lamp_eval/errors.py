@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 
 class UserError(Exception):
@@ -68,3 +69,9 @@ def raise_if_any(problems: Sequence[UserError]) -> None:
     """Raises `InputProblems` if there is at least one problem."""
     if problems:
         raise problems[0] if len(problems) == 1 else InputProblems(problems)
+
+
+def fail(message: object) -> NoReturn:
+    """Ends a command after a user's mistake: the message on stderr, exit code 2."""
+    print(f"lamp_eval: error: {message}", file=sys.stderr)
+    sys.exit(2)

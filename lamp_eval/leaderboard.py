@@ -8,12 +8,12 @@ from itertools import product
 from typing import Any
 
 from lamp_eval.arms import COMPARISONS, Arm
-from lamp_eval.compare import compare
 from lamp_eval.config import RunConfig
 from lamp_eval.data import Corpus
 from lamp_eval.metrics import LOWER_IS_BETTER, QUERY_SCORES, RULES, arm_metrics
 from lamp_eval.records import Prediction
 from lamp_eval.results import LEADERBOARD_COLUMNS
+from lamp_eval.statistics import compare
 from lamp_eval.tasks import TASKS, Task
 
 
@@ -44,7 +44,10 @@ def leaderboard_rows(
         run: the run's folder.
         commit: of the source tree, if known.
     """
-    metrics = {name: arm_metrics(task, rows) for name, rows in predictions.items()}
+    metrics = {
+        name: arm_metrics(task, [p.output for p in own], [p.gold for p in own])
+        for name, own in predictions.items()
+    }
     pairs: list[tuple[str, str | None]] = []
     for name in arms:
         references = [r for a, r in COMPARISONS if a == name and r in arms]

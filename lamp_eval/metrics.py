@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from sklearn.metrics import f1_score, mean_absolute_error, root_mean_squared_error
 
 from lamp_eval.errors import UserError
-from lamp_eval.records import Prediction
 from lamp_eval.tasks import Task
 
 if TYPE_CHECKING:
@@ -72,36 +71,36 @@ def score_output(task: Task, output: str, gold: str) -> dict[str, Scores]:
 
 
 def arm_metrics(
-    task: Task, predictions: Sequence[Prediction]
+    task: Task, outputs: Sequence[str], golds: Sequence[str], rules: Sequence[str] = RULES
 ) -> dict[str, dict[str, float | None]]:
     """Computes the metrics of one arm over all its queries, by rule set.
 
     Args:
         task: the task.
-        predictions: the arm's predictions, one per query, in any order.
+        outputs: what the arm answered, (n_queries,).
+        golds: the right answers, (n_queries,); labels of the task if it has any.
+        rules: some of `RULES`.
 
     Returns:
         By rule set the task's metrics, the main one first, then `failed_parse_rate` in [0, 1]. None
         where no output could be parsed that a metric needs.
 
     Raises:
-        UserError: if there are no predictions, or a gold is not a label of the task.
+        UserError: if there are no predictions.
     """
-    if not predictions:
+    if not outputs:
         raise UserError(
             expected="at least one prediction",
             found="none",
             where=f"the predictions of an arm on {task.name}",
             fix="run the arm before scoring it",
         )
-    outputs = [prediction.output for prediction in predictions]
-    golds = [prediction.gold for prediction in predictions]
     with tempfile.TemporaryDirectory() as cache_dir:
         return {
-            rules: evaluate_metric(task, rules, cache_dir).compute(
+            name: evaluate_metric(task, name, cache_dir).compute(
                 predictions=outputs, references=golds
             )
-            for rules in RULES
+            for name in rules
         }
 
 

@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lamp_eval.errors import UserError
 from lamp_eval.metrics import arm_metrics, score_output
-from lamp_eval.records import Prediction
 from lamp_eval.tasks import TASKS, Task
 
 MOVIES, RATINGS = TASKS["movie_tagging"], TASKS["product_rating"]
@@ -149,27 +149,20 @@ def test_a_gold_that_is_no_label_is_an_error(task: Task, gold: str) -> None:
         score_output(task, "horror", gold)
 
 
-def _predictions(*outputs_and_golds: tuple[str, str]) -> list[Prediction]:
-    return [
-        Prediction("task", f"u{i}", f"q{i}", "", output, gold)
-        for i, (output, gold) in enumerate(outputs_and_golds)
-    ]
+def _metrics(task: Task, *outputs_and_golds: tuple[str, str]) -> dict[str, dict[str, Any]]:
+    return arm_metrics(task, *zip(*outputs_and_golds, strict=True))
 
 
 def test_label_metrics_run_over_the_full_label_list() -> None:
-    metrics = arm_metrics(
-        MOVIES,
-        _predictions(
-            (" comedy", "comedy"), ("action", "comedy"), ("action", "action"), ("Horror", "sci-fi")
-        ),
-    )
+    rows = (" comedy", "comedy"), ("action", "comedy"), ("action", "action"), ("Horror", "sci-fi")
+    metrics = _metrics(MOVIES, *rows)
     # By hand: F1 is 2/3 for comedy and for action and 0 for the other 13 of 15 labels.
     assert metrics["official"] == metrics["protocol"]
     assert metrics["official"] == pytest.approx(
         {"accuracy": 0.5, "macro_f1": (2 / 3 + 2 / 3) / 15, "failed_parse_rate": 0.25}, abs=1e-12
     )
     assert list(metrics["official"]) == [*MOVIES.metrics, "failed_parse_rate"]
-    found = arm_metrics(MOVIES, _predictions(("A comedy.", "comedy")))
+    found = _metrics(MOVIES, ("A comedy.", "comedy"))
     assert found["official"]["accuracy"] == 0.0
     assert found["protocol"] == pytest.approx(
         {"accuracy": 1.0, "macro_f1": 1 / 15, "failed_parse_rate": 0.0}, abs=1e-12
@@ -177,9 +170,7 @@ def test_label_metrics_run_over_the_full_label_list() -> None:
 
 
 def test_rating_metrics_use_the_official_value_of_every_output() -> None:
-    metrics = arm_metrics(
-        RATINGS, _predictions(("5", "5"), ("4.0", "3"), ("great", "3"), ("45", "5"))
-    )
+    metrics = _metrics(RATINGS, ("5", "5"), ("4.0", "3"), ("great", "3"), ("45", "5"))
     # By hand: absolute errors 0, 1, 2, 40.
     assert metrics["official"] == pytest.approx(
         {
@@ -199,12 +190,12 @@ def test_rating_metrics_use_the_official_value_of_every_output() -> None:
 
 
 def test_without_a_readable_rating_there_is_no_error_to_average() -> None:
-    metrics = arm_metrics(RATINGS, _predictions(("great", "5")))["protocol"]
+    metrics = _metrics(RATINGS, ("great", "5"))["protocol"]
     assert metrics == {"mae": None, "rmse": None, "accuracy": 0.0, "failed_parse_rate": 1.0}
 
 
 def test_text_metrics_are_means_over_queries() -> None:
-    metrics = arm_metrics(HEADLINES, _predictions(("home run", "run home"), ("", "run home")))
+    metrics = _metrics(HEADLINES, ("home run", "run home"), ("", "run home"))
     expected = {"rouge1": 0.5, "rougeL": 0.25, "failed_parse_rate": 0.5}
     assert metrics["official"] == pytest.approx(expected, abs=1e-12)
     assert metrics["protocol"] == pytest.approx(expected, abs=1e-12)
@@ -232,7 +223,7 @@ def test_real_headlines_get_the_scores_of_rouge_score(lamp_data: Path) -> None:
 
 def test_an_arm_without_predictions_is_an_error() -> None:
     with pytest.raises(UserError, match="at least one prediction"):
-        arm_metrics(MOVIES, [])
+        arm_metrics(MOVIES, [], [])
 
 
 def test_metrics_need_no_network_no_home_and_leave_no_files(tmp_path: Path) -> None:
@@ -240,12 +231,10 @@ def test_metrics_need_no_network_no_home_and_leave_no_files(tmp_path: Path) -> N
         "import sys\n"
         "from lamp_eval.metrics import arm_metrics\n"
         "assert not {'torch', 'transformers', 'mlx'} & set(sys.modules), 'heavy import'\n"
-        "from lamp_eval.records import Prediction\n"
         "from lamp_eval.tasks import TASKS\n"
-        "prediction = Prediction('task', 'u', 'q', '', '4', '4')\n"
         "for _ in range(20):\n"
-        "    assert arm_metrics(TASKS['product_rating'], [prediction])['official']['mae'] == 0\n"
-        "    assert arm_metrics(TASKS['news_headline'], [prediction])['protocol']['rouge1'] == 1\n"
+        "    assert arm_metrics(TASKS['product_rating'], ['4'], ['4'])['official']['mae'] == 0\n"
+        "    assert arm_metrics(TASKS['news_headline'], ['4'], ['4'])['protocol']['rouge1'] == 1\n"
     )
     work, temporary = tmp_path / "work", tmp_path / "tmp"
     work.mkdir()

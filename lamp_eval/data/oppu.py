@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 from lamp_eval.config import DataConfig
+from lamp_eval.data.files import parse_json, read_bytes
 from lamp_eval.errors import UserError, raise_if_any
 from lamp_eval.records import Query, Record, User
 from lamp_eval.tasks import Task
@@ -70,23 +70,8 @@ def read(task: Task, data: DataConfig) -> tuple[tuple[User, ...], tuple[User, ..
 
 
 def _read_file(path: Path, task: Task) -> tuple[tuple[User, ...], str]:
-    try:
-        content = path.read_bytes()
-        rows = json.loads(content)
-    except OSError as error:
-        raise UserError(
-            expected="a readable file",
-            found=error.strerror or str(error),
-            where=str(path),
-            fix="check the path and its permissions",
-        ) from error
-    except ValueError as error:  # JSON and UTF-8 errors
-        raise UserError(
-            expected="a JSON list of users",
-            found=f"not JSON: {error}",
-            where=str(path),
-            fix="download the file again; it may be cut short",
-        ) from error
+    content = read_bytes(path)
+    rows = parse_json(content, str(path), "a JSON list of users")
     if not isinstance(rows, list):
         raise UserError(
             expected="a JSON list of users",

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lamp_eval.compare import Comparison, compare
 from lamp_eval.errors import UserError
+from lamp_eval.statistics import Comparison, compare
 
 TABLE8 = ("movie_tagging_r5q4t", "movie_tagging_r5q4tshuf", "tweet_paraphrase_r5q4t")
 TABLE8 += ("citation_r5q4t",)
