@@ -11,6 +11,7 @@ from omegaconf import MISSING
 from lamp_eval.errors import UserError, raise_if_any
 
 ARMS = ("base", "base_retrieval", "task", "task_retrieval", "user", "cross_user")
+RETRIEVAL = ("bm25", "recency", "random")
 
 
 @dataclass
@@ -53,6 +54,7 @@ class ProtocolConfig:
     train_words: int = 768
     eval_words: int = 368
     max_tokens: int = 2048
+    retrieval: str = "bm25"  # bm25 | recency (the newest) | random: which k records
 
 
 @dataclass
@@ -188,6 +190,7 @@ def check(config: RunConfig) -> None:
         between("data.signal", data.signal, 0, 1)
 
     one_of("protocol.name", protocol.name, ("oppu", "oppu_released"))
+    one_of("protocol.retrieval", protocol.retrieval, RETRIEVAL)
     at_least("protocol.k", protocol.k, 0)
     at_least("protocol.adapter_k", protocol.adapter_k, 0)
     at_least("protocol.train_words", protocol.train_words, 1)

@@ -92,7 +92,7 @@ def leaderboard_rows(
             "rank": config.adapter.user.rank if chosen.user_adapter else None,
             "protocol": config.protocol.name,
             "decoding": "greedy",
-            "retrieval": "bm25" if chosen.n_retrieved else None,
+            "retrieval": config.protocol.retrieval if chosen.n_retrieved else None,
             "k": chosen.n_retrieved,
             "seed": config.seed,
             "synthetic": corpus.synthetic,

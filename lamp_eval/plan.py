@@ -65,7 +65,7 @@ class Plan:
         self.recipe = replace(
             config.adapter.user, blocks=n_adapted_blocks(config.adapter.user.blocks, n_blocks)
         )
-        self.encoder = Encoder(load_tokenizer(self.model.path), task, config.protocol)
+        self.encoder = Encoder(load_tokenizer(self.model.path), task, config.protocol, config.seed)
         self.arms: dict[str, Arm] = {name: arm(name, config.protocol) for name in config.arms}
         self.torch_device = environment.torch_device(config.executor.torch_device)
         self.with_history = [user for user in corpus.users if user.history]

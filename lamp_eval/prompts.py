@@ -14,6 +14,7 @@ from lamp_eval.config import ProtocolConfig
 from lamp_eval.errors import UserError
 from lamp_eval.records import Example, Record, Request, User
 from lamp_eval.retrieval import History
+from lamp_eval.seeds import user_seed
 from lamp_eval.tasks import Task
 
 
@@ -25,11 +26,13 @@ class Encoder:
         tokenizer: a transformers tokenizer with an EOS token.
         task: the task.
         protocol: its `max_tokens` bounds prompt + answer.
+        seed: of random retrieval.
     """
 
     tokenizer: Any
     task: Task
     protocol: ProtocolConfig
+    seed: int = 0
 
     def user_examples(self, user: User, k: int) -> list[Example]:
         """One training example per record, each retrieving among the records before it.
@@ -41,7 +44,7 @@ class Encoder:
         if oppu.trains_alone and self.protocol.name == "oppu_released":
             k = 0
         records = [_first_words(record, words) for record in user.history]
-        history = History([oppu.retrieval_history.format(**fields) for fields in records])
+        history = self._history(user, records)
         return [
             self._example(
                 history.retrieve(oppu.retrieval_query_train.format(**fields), k, before=i),
@@ -77,14 +80,14 @@ class Encoder:
         room = self.protocol.max_tokens - self.task.max_new_tokens
         requests = []
         for query_id, text, options, gold, retrieved in self._queries(user, k):
-            prompt, n_cut_words = self._fit(
+            _, prompt_ids, n_cut_words = self._fit(
                 retrieved,
                 self._query_prompt(options),
                 text,
                 room,
                 f"user {user.id!r}, query {query_id!r}",
             )
-            requests.append(Request(user.id, query_id, tuple(self._ids(prompt)), gold, n_cut_words))
+            requests.append(Request(user.id, query_id, tuple(prompt_ids), gold, n_cut_words))
         return requests
 
     def _query_prompt(self, options: Sequence[str]) -> Callable[[str], str]:
@@ -94,18 +97,20 @@ class Encoder:
         self, user: User, k: int
     ) -> Iterator[tuple[str, str, tuple[str, ...], str, list[str]]]:
         """Query id, text, options, gold and retrieved documents of each query."""
-        oppu = self.task.oppu
-        history = History(
-            [
-                oppu.retrieval_history.format(**_first_words(record, self.protocol.eval_words))
-                for record in user.history
-            ]
-        )
+        oppu, words = self.task.oppu, self.protocol.eval_words
+        history = self._history(user, [_first_words(record, words) for record in user.history])
         for query in user.queries:
             text, *options = oppu.texts(query.input) or (query.input,)
             search = oppu.retrieval_query_test.format(text)
             retrieved = history.retrieve(search, k, before=len(user.history))
             yield query.id, text, tuple(options), query.gold, retrieved
+
+    def _history(self, user: User, records: Sequence[dict[str, str]]) -> History:
+        return History(
+            [self.task.oppu.retrieval_history.format(**fields) for fields in records],
+            self.protocol.retrieval,
+            seed=user_seed(self.seed, user.id),
+        )
 
     def _example(
         self,
@@ -116,10 +121,9 @@ class Encoder:
         where: str,
     ) -> Example:
         n_answer = len(self._ids(" " + answer, special=False)) + 1
-        prompt, _ = self._fit(
+        prompt, prompt_ids, _ = self._fit(
             retrieved, prompt_of, text, self.protocol.max_tokens - n_answer, where
         )
-        prompt_ids = self._ids(prompt)
         full_ids = self._ids(prompt + " " + answer)
         if full_ids[: len(prompt_ids)] != prompt_ids:
             # The tokenizer merges across the border: train on what generation will start from.
@@ -133,8 +137,8 @@ class Encoder:
         text: str,
         max_tokens: int,
         where: str,
-    ) -> tuple[str, int]:
-        """The prompt in at most `max_tokens` tokens, and how many words were cut for that.
+    ) -> tuple[str, list[int], int]:
+        """The prompt in at most `max_tokens` tokens, these, and how many words were cut for that.
 
         Words are cut from the end of the retrieved documents first, then from the middle of the
         item's text; the instruction and the answer are never cut.
@@ -146,16 +150,21 @@ class Encoder:
         def fits(candidate: str) -> bool:
             return len(self._ids(candidate)) <= max_tokens
 
+        def fitted(shown: Sequence[str], text: str, n_cut: int) -> tuple[str, list[int], int]:
+            found = prompt(shown, text)
+            return found, self._ids(found), n_cut
+
         whole = prompt(retrieved, text)
-        if fits(whole):
-            return whole, 0
+        whole_ids = self._ids(whole)
+        if len(whole_ids) <= max_tokens:
+            return whole, whole_ids, 0
         documents = "".join(retrieved).split(" ")
         kept = _largest(
             len(documents), lambda n: fits(prompt([" ".join(documents[:n])] if n else [], text))
         )
         if kept is not None:
             shown = [" ".join(documents[:kept])] if kept else []
-            return prompt(shown, text), len(documents) - kept
+            return fitted(shown, text, len(documents) - kept)
         words = text.split(" ")
 
         def without_middle(n: int) -> str:
@@ -170,7 +179,7 @@ class Encoder:
                 fix="raise protocol.max_tokens",
             )
         n_documents = len(documents) if retrieved else 0
-        return prompt([], without_middle(kept)), n_documents + len(words) - kept
+        return fitted([], without_middle(kept), n_documents + len(words) - kept)
 
     def _ids(self, text: str, *, special: bool = True) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special)

@@ -1,61 +1,119 @@
-"""BM25 over a user's history, with the exact scores of rank-bm25 (part of the OPPU protocol)."""
+"""Which of a user's records a prompt shows: the best by BM25, the newest, or any.
+
+BM25 has the exact scores of rank-bm25, which are part of the OPPU protocol.
+"""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 from rank_bm25 import BM25Okapi
+
+_DEFAULTS = BM25Okapi([[""]])  # its k1, b and epsilon are the protocol's
 
 
 class History:
     """A user's documents, oldest first, searchable up to any position.
 
-    rank-bm25 indexes a fixed corpus. A training record may only see the records before it, so the
-    index grows here one document at a time; the scores are computed by rank-bm25's own code.
+    rank-bm25 indexes a fixed corpus, in time that grows with the history for each query. A training
+    record may only see the records before it; here all of them share one index, in which each
+    word's documents stand in order, so that those before any position are the first few. Sums are
+    made in rank-bm25's order: the scores are the same to the last bit.
 
     Args:
         documents: one string per record; words are split at single spaces, as released.
+        method: `bm25`, `recency` or `random`.
+        seed: of `random`; with it, the query and the position decide, nothing else.
     """
 
-    def __init__(self, documents: Sequence[str]) -> None:
+    def __init__(self, documents: Sequence[str], method: str = "bm25", *, seed: int = 0) -> None:
         self.documents = list(documents)
-        self._index = BM25Okapi([[""]])  # it cannot be made empty
-        self._index.corpus_size, self._index.doc_len = 0, []
-        self._index.doc_freqs, self._index.idf = [], {}
-        self._n_docs_with: dict[str, int] = {}
-        self._n_words = 0
+        self._method, self._seed = method, seed
+        if method == "bm25":
+            self._build_index()
+
+    def _build_index(self) -> None:
+        self._word_ids: dict[str, int] = {}  # numbered as they appear
+        words: list[int] = []  # of each word of each document: the word's id,
+        in_document: list[int] = []  # the document,
+        counts: list[int] = []  # how often the word is in it
+        self._n_known = [0]  # words in the first 0, 1, … documents
+        lengths = []
+        for i, document in enumerate(self.documents):
+            split = document.split(" ")
+            in_this: dict[int, int] = {}
+            for word in split:
+                word_id = self._word_ids.setdefault(word, len(self._word_ids))
+                in_this[word_id] = in_this.get(word_id, 0) + 1
+            words += in_this
+            in_document += [i] * len(in_this)
+            counts += in_this.values()
+            self._n_known.append(len(self._word_ids))
+            lengths.append(len(split))
+        by_word = np.argsort(np.asarray(words, np.int64), kind="stable")
+        self._words = np.asarray(words, np.int64)  # by document
+        self._ends = np.searchsorted(in_document, range(1, len(lengths) + 1))
+        self._in_document = np.asarray(in_document, np.int64)[by_word]  # by word, then by document
+        self._counts = np.asarray(counts, np.float64)[by_word]
+        self._starts = np.searchsorted(self._words[by_word], range(len(self._word_ids)))
+        self._lengths = np.asarray(lengths, np.float64)
+        # As rank-bm25 takes them, one by one: NumPy's logarithm may differ in the last bit.
+        self._logs = np.array([math.log(n + 0.5) for n in range(len(lengths) + 1)])
+        self._size = 0
+        self._n_with = np.zeros(len(self._word_ids), np.int64)  # documents with each word
+        self._idf = np.zeros(0)
 
     def retrieve(self, query: str, k: int, *, before: int) -> list[str]:
-        """The `k` best documents among the first `before`, best first; of equals the later first.
+        """Up to `k` of the first `before` documents.
 
-        Calls must come with `before` not decreasing: the index only grows.
+        By BM25 the best, of equals the later, come first; calls must come with `before` not
+        decreasing, as the index only grows. By recency the newest comes first.
         """
-        index = self._index
         if k == 0 or before == 0:
             return []
-        if index.corpus_size > before:
-            raise ValueError(f"the index already holds {index.corpus_size} > {before} documents")
-        if index.corpus_size < before:
-            self._grow(before)
-        scores = index.get_scores(query.split(" "))
+        if self._method == "recency":
+            return self.documents[max(0, before - k) : before][::-1]
+        if self._method == "random":
+            rng = random.Random(f"{self._seed}\0{before}\0{query}")
+            return rng.sample(self.documents[:before], min(k, before))
+        scores = self.scores(query, before)
         # rank-bm25 reverses an unstable sort; among equals the later first, on every machine.
         best = np.argsort(scores, kind="stable")[::-1][:k]
         return [self.documents[i] for i in best]
 
+    def scores(self, query: str, before: int) -> npt.NDArray[np.float64]:
+        """BM25 of the first `before` documents, (before,); `before` > 0, not decreasing."""
+        if self._size > before:
+            raise ValueError(f"the index already holds {self._size} > {before} documents")
+        if self._size < before:
+            self._grow(before)
+        found = (self._word_ids.get(word, len(self._idf)) for word in query.split(" "))
+        words = np.array([word for word in found if word < len(self._idf)], np.int64)
+        n_with = self._n_with[words]
+        # The first entries of each word of the query, one word after the other.
+        entries = np.arange(n_with.sum()) + np.repeat(
+            self._starts[words] - (n_with.cumsum() - n_with), n_with
+        )
+        documents, counts = self._in_document[entries], self._counts[entries]
+        k1, b = _DEFAULTS.k1, _DEFAULTS.b
+        damping = k1 * (1 - b + b * self._lengths[:before] / self._lengths_mean)
+        gains = np.repeat(self._idf[words], n_with) * (
+            counts * (k1 + 1) / (counts + damping[documents])
+        )
+        summed = np.bincount(documents, weights=gains, minlength=before)
+        return summed.astype(np.float64, copy=False)
+
     def _grow(self, size: int) -> None:
-        index = self._index
-        for document in self.documents[index.corpus_size : size]:
-            words = document.split(" ")
-            counts: dict[str, int] = {}
-            for word in words:
-                counts[word] = counts.get(word, 0) + 1
-            for word in counts:
-                self._n_docs_with[word] = self._n_docs_with.get(word, 0) + 1
-            index.doc_freqs.append(counts)
-            index.doc_len.append(len(words))
-            self._n_words += len(words)
-        index.corpus_size = size
-        index.avgdl = self._n_words / size
-        index.idf = {}
-        index._calc_idf(self._n_docs_with)
+        start = self._ends[self._size - 1] if self._size else 0
+        # A document holds each of its words once here, but several documents may share some.
+        np.add.at(self._n_with, self._words[start : self._ends[size - 1]], 1)
+        self._size = size
+        self._lengths_mean = self._lengths[:size].sum() / size
+        n_with = self._n_with[: self._n_known[size]]
+        idf = self._logs[size - n_with] - self._logs[n_with]
+        mean = idf.cumsum()[-1] / len(idf)  # summed one by one, as rank-bm25 does
+        self._idf = np.where(idf < 0, _DEFAULTS.epsilon * mean, idf)

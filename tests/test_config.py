@@ -142,6 +142,7 @@ OUT_OF_RANGE = {
     "protocol.train_words": 0,
     "protocol.eval_words": 0,
     "protocol.max_tokens": 63,
+    "protocol.retrieval": "dense",
     "model.dtype": "int8",
     "executor.torch_device": "tpu",
     "adapter.task.rank": 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -248,6 +249,26 @@ def test_rating_examples(tokenizer, shopper, k):
     assert parts(tokenizer, example) == (prompt, f" 3{EOS}")
     (request,) = encode.requests(shopper, k)
     assert tokenizer.decode(request.prompt) == prompt
+
+
+def test_recency_shows_the_record_before(tokenizer, movie_fan):
+    encode = encoder(tokenizer, retrieval="recency")
+    shown = [f"description: {text} tag: {tag}\n\n" for text, tag in MOVIES]
+    assert [parts(tokenizer, e)[0] for e in encode.user_examples(movie_fan, 1)] == [
+        before + MOVIE.format(text) for before, (text, _) in zip(["", *shown], MOVIES, strict=False)
+    ]
+    (request,) = encode.requests(movie_fan, 1)
+    assert tokenizer.decode(request.prompt).startswith(shown[-1])
+
+
+def test_random_retrieval_is_seeded_per_run_and_user(tokenizer, movie_fan):
+    def prompts(seed: int, user_id: str) -> list[tuple[int, ...]]:
+        protocol = ProtocolConfig(name="oppu", retrieval="random")
+        encode = Encoder(tokenizer, TASKS["movie_tagging"], protocol, seed)
+        return [e.tokens for e in encode.user_examples(replace(movie_fan, id=user_id), 1)]
+
+    assert prompts(0, "u") == prompts(0, "u")
+    assert len({tuple(prompts(seed, user)) for seed in range(4) for user in "uvw"}) > 2
 
 
 def test_several_retrieved_records_follow_each_other_best_first(tokenizer, movie_fan):

@@ -1,4 +1,4 @@
-"""BM25 over a growing history equals rank-bm25 made anew for each prefix."""
+"""BM25 over a growing history equals rank-bm25 made anew for each prefix; other methods."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_equals_a_fresh_index_for_every_prefix(seed):
         expected = sorted(range(before), key=lambda i: (scores[i], i), reverse=True)
         for k in (1, 3, before):
             assert history.retrieve(query, k, before=before) == [documents[i] for i in expected[:k]]
-        np.testing.assert_array_equal(history._index.get_scores(query.split(" ")), scores)
+        np.testing.assert_array_equal(history.scores(query, before), scores)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -103,3 +103,29 @@ def test_histories_do_not_share_state():
     assert second.retrieve("e", 1, before=3) == ["e f"]
     assert second.retrieve("a", 3, before=3) == ["x y", "g h", "e f"]  # no score: the order
     assert first.retrieve("a", 1, before=3) == ["a b"]
+
+
+def test_recency_finds_the_newest_before():
+    history = History([*"abcde"], "recency")
+    assert history.retrieve("a", 2, before=4) == ["d", "c"]
+    assert history.retrieve("a", 9, before=3) == ["c", "b", "a"]
+    assert history.retrieve("a", 2, before=0) == history.retrieve("a", 0, before=3) == []
+
+
+def test_random_retrieval_depends_on_seed_query_and_position_alone():
+    documents = [f"d{i}" for i in range(50)]
+
+    def found(seed, query, before, *, asked_first=()):
+        history = History(documents, "random", seed=seed)
+        for other in asked_first:
+            history.retrieve(other, 3, before=50)
+        return history.retrieve(query, 3, before=before)
+
+    first = found(1, "q", 40)
+    assert len(set(first)) == 3
+    assert set(first) <= set(documents[:40])
+    assert first == found(1, "q", 40, asked_first=["x", "q"])
+    assert len({tuple(found(*case)) for case in [(1, "q", 40), (2, "q", 40), (1, "p", 40)]}) == 3
+    assert sorted(found(1, "q", 2)) == ["d0", "d1"]
+    every = {document for i in range(200) for document in found(0, str(i), 50)}
+    assert every == set(documents)
