@@ -23,6 +23,8 @@ from lamp_eval.results import StageRecord
 from lamp_eval.schedule import TrainingStep
 from lamp_eval.store import key_hash
 
+# How torch and MLX say that a CPU or GPU has no more memory. (MLX on a Linux CPU crashes.)
+_NO_MEMORY = ("can't allocate memory", "out of memory", "[metal::malloc]", "Insufficient Memory")
 # How MLX and safetensors say that a disk or a quota is full, or a file too large.
 _NOT_WRITTEN = ("[write] Unable to write", "os error 28", "os error 122", "os error 27")
 
@@ -70,9 +72,10 @@ class Pipeline:
                     try:
                         work(unit, folder, progress, bar)
                     except Exception as error:
-                        if any(words in str(error) for words in _NOT_WRITTEN):
-                            raise _not_written(error, folder.parent) from error
-                        raise
+                        mistake = _mistake(error, unit, folder.parent)
+                        if mistake is None:
+                            raise
+                        raise mistake from error
                 if not self.console.is_terminal:  # bars show there only at the end
                     seconds = display.duration(time.perf_counter() - start)
                     self.console.print(f"  {title} · {unit.what}: {seconds}")
@@ -217,13 +220,24 @@ class Pipeline:
         return max(environment.peak_memory_bytes(resource.RUSAGE_SELF), self._peak_with_child)
 
 
-def _not_written(error: Exception, folder: Path) -> UserError:
-    return UserError(
-        expected="space for the whole file",
-        found=str(error),
-        where=str(folder),
-        fix="free some space or set output_dir=…; the same command then continues",
-    )
+def _mistake(error: Exception, unit: Unit, folder: Path) -> UserError | None:
+    """What a library's error means, if it is one that a user can mend."""
+    if any(words in str(error) for words in _NOT_WRITTEN):
+        return UserError(
+            expected="space for the whole file",
+            found=str(error),
+            where=str(folder),
+            fix="free some space or set output_dir=…; the same command then continues",
+        )
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+        return UserError(
+            expected="enough memory",
+            found=str(error).splitlines()[0] if str(error) else "too little",
+            where=f"{unit.stage}, {unit.what}",
+            fix="free some memory or lower executor.tokens_per_pass; "
+            "the same command then continues",
+        )
+    return None
 
 
 @contextmanager

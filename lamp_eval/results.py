@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lamp_eval.records import Prediction
+from lamp_eval.data.lamp import write_outputs
+from lamp_eval.records import Prediction, User
+from lamp_eval.tasks import Task
 
 RUN_FILE = "run.json"
 LEADERBOARD_COLUMNS = (
@@ -91,6 +93,37 @@ def write_run(
     _write_csv(run_dir / "users.csv", tuple(users[0]), users)
     _write_csv(run_dir / "leaderboard.csv", LEADERBOARD_COLUMNS, record.leaderboard)
     _write(run_dir / RUN_FILE, [record.model_dump_json(indent=2) + "\n"])
+
+
+def write_submissions(
+    run_dir: Path,
+    task: Task,
+    users: Sequence[User],
+    predictions: Mapping[str, Sequence[Prediction]],
+) -> None:
+    """Writes what `lamp_eval.score` and `lamp_eval.compare` read, in the folder `submissions`.
+
+    `golds.json` and `<arm>.json` in the benchmark's format, and `users.json`: whose each query is
+    and how many records that user has.
+
+    Args:
+        run_dir: the run's folder; made if it is not there.
+        task: the task.
+        users: the evaluated users.
+        predictions: of each arm.
+    """
+    folder = run_dir / "submissions"
+    folder.mkdir(parents=True, exist_ok=True)
+    golds = {query.id: query.gold for user in users for query in user.queries}
+    write_outputs(folder / "golds.json", task, golds)
+    for arm, rows in predictions.items():
+        write_outputs(folder / f"{arm}.json", task, {row.query_id: row.output for row in rows})
+    owners = {
+        query.id: {"user_id": user.id, "n_records": len(user.history)}
+        for user in users
+        for query in user.queries
+    }
+    _write(folder / "users.json", [json.dumps(owners, ensure_ascii=False, indent=1) + "\n"])
 
 
 def rebuild_leaderboard(output_dir: Path) -> tuple[Path, list[str]]:

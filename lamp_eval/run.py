@@ -18,7 +18,13 @@ from lamp_eval.leaderboard import leaderboard_rows, main_rows, user_rows
 from lamp_eval.metrics import RULES
 from lamp_eval.pipeline import Pipeline
 from lamp_eval.plan import Plan
-from lamp_eval.results import RunRecord, StageRecord, rebuild_leaderboard, write_run
+from lamp_eval.results import (
+    RunRecord,
+    StageRecord,
+    rebuild_leaderboard,
+    write_run,
+    write_submissions,
+)
 from lamp_eval.seeds import user_seed
 from lamp_eval.tasks import TASKS
 
@@ -107,6 +113,7 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
         for name in config.arms
         for user in corpus.users
     }
+    write_submissions(run_dir, task, corpus.users, predictions)
     write_run(run_dir, record, predictions, user_rows(task, corpus, predictions, adapter_of))
     leaderboard_path, unreadable = rebuild_leaderboard(Path(config.output_dir))
     for line in unreadable:

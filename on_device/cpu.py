@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import base
+from mlx_lm.models import activations, base
 
 _ROUND = 1.5 * 2**23  # added to a float32 it leaves an integer in the lowest bits
 _TAYLOR = [1 / math.factorial(n) for n in range(7, -1, -1)]  # enough for |x| ≤ ln 2 / 2
@@ -37,7 +37,9 @@ def _(x: mx.array, cotangent: mx.array, y: mx.array) -> mx.array:
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """`silu(gate) · x`."""
+    """`silu(gate) · x`; fast in float32."""
+    if gate.dtype != mx.float32:
+        return activations.swiglu(gate, x)
     return gate / (1 + exp(-gate)) * x
 
 
@@ -50,8 +52,11 @@ def attention(
     mask: mx.array | str | None,
     **others: Any,
 ) -> mx.array:
-    """Softmax attention (B, H, T, D) with keys and values (B, K, S, D), H a multiple of K."""
-    if others or hasattr(cache, "bits"):
+    """Softmax attention (B, H, T, D) with keys and values (B, K, S, D), H a multiple of K.
+
+    Fast in float32, without a quantized cache.
+    """
+    if others or hasattr(cache, "bits") or queries.dtype != mx.float32:
         return base.scaled_dot_product_attention(
             queries, keys, values, cache, scale=scale, mask=mask, **others
         )

@@ -82,6 +82,20 @@ def test_attention_and_its_gradients(mask: str, n_keys: int) -> None:
         np.testing.assert_allclose(our, their, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_other_precisions_are_computed_as_mlx_does(dtype: mx.Dtype) -> None:
+    q, k, v = (mx.random.normal((1, 2, 5, 8), key=mx.random.key(i)).astype(dtype) for i in range(3))
+    for ours, theirs in (
+        (cpu.swiglu(q, k), activations.swiglu(q, k)),
+        (
+            cpu.attention(q, k, v, None, 0.3, "causal"),
+            base.scaled_dot_product_attention(q, k, v, None, 0.3, "causal"),
+        ),
+    ):
+        assert ours.dtype == dtype
+        assert mx.array_equal(ours, theirs)
+
+
 def test_only_what_a_module_has_is_replaced() -> None:
     module = ModuleType("architecture")
     module.swiglu = activations.swiglu

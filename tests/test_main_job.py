@@ -17,9 +17,12 @@ import pytest
 from tiny import make_tiny_model
 
 from lamp_eval.__main__ import main
+from lamp_eval.compare import pairs_of_files, report
 from lamp_eval.config import ARMS
+from lamp_eval.data.lamp import read_users
 from lamp_eval.metrics import RULES
 from lamp_eval.results import RunRecord
+from lamp_eval.score import score_files
 from lamp_eval.tasks import TASKS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -187,6 +190,31 @@ def test_tables(runs: Runs) -> None:
             assert float(row["value"]) == pytest.approx(correct / len(rows))
     shared = _rows(runs.output_dir / "leaderboard.csv")
     assert [row for row in shared if row["run"] == str(runs.first)] == board
+
+
+def test_submissions_pass_the_scorer_and_the_comparison(runs: Runs) -> None:
+    folder = runs.first / "submissions"
+    board = [row for row in _rows(runs.first / "leaderboard.csv") if row["metric"] == "accuracy"]
+    for arm in ARMS:
+        scores = score_files(folder / "golds.json", folder / f"{arm}.json")[TASK.lamp_id]
+        assert scores["n_queries"] == 9
+        for row in board:
+            if row["arm"] == arm:
+                assert float(row["value"]) == pytest.approx(scores[row["rules"]]["accuracy"])
+    user_of, n_records = read_users(folder / "users.json")
+    assert set(n_records.values()) == {5}
+    paired = pairs_of_files(
+        folder / "golds.json", [folder / "user.json"], folder / "task.json",
+        cross_user=folder / "cross_user.json", user_of=user_of,
+    )  # fmt: skip
+    for found in report(paired, n_records, n_resamples=99):
+        (row,) = (
+            row for row in board
+            if row["rules"] == "official" and row["arm"] == found["arm"]
+            and row["reference"] == found["reference"]
+        )  # fmt: skip
+        for name in ("delta", "delta_u", "ci_low", "ci_u_high", "p"):
+            assert float(row[name]) == pytest.approx(found[name], abs=1e-12), name
 
 
 def test_nothing_partial_is_left(runs: Runs) -> None:

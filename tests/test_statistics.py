@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lamp_eval.errors import UserError
-from lamp_eval.statistics import Comparison, compare
+from lamp_eval.statistics import Comparison, by_history_length, compare, holm
 
 TABLE8 = ("movie_tagging_r5q4t", "movie_tagging_r5q4tshuf", "tweet_paraphrase_r5q4t")
 TABLE8 += ("citation_r5q4t",)
@@ -176,8 +176,8 @@ def test_float_noise_is_a_tie() -> None:
 def test_one_user_has_no_interval_and_no_p() -> None:
     result = compare(["a", "a"], [1, 1], [0, 1], higher_is_better=True, seed=0)
     fields = asdict(result)
-    empty = {"p", "wilcoxon_p"} | {name for name in fields if "ci_" in name}
-    assert len(empty) == 10
+    empty = {"mde", "p", "wilcoxon_p"} | {name for name in fields if "ci_" in name}
+    assert len(empty) == 11
     assert {name for name, value in fields.items() if value is None} == empty
     assert (result.delta, result.delta_u, result.improves) == (0.5, 0.5, True)
 
@@ -244,3 +244,72 @@ def test_rows_that_cannot_be_paired_are_errors(
 ) -> None:
     with pytest.raises(UserError, match=message):
         compare(users, values, reference, higher_is_better=True, seed=0)
+
+
+def test_the_detectable_effect_is_found_in_four_of_five_samples() -> None:
+    rng = np.random.default_rng(0)
+    users = [str(user) for user in range(50)]
+    result = compare(users, rng.normal(0, 1, 50), [0.0] * 50, higher_is_better=True, seed=0)
+    assert result.mde is not None
+    sd = result.mde / 2.8016 * math.sqrt(50)
+    samples = rng.normal(result.mde, sd, (20_000, 50))
+    z = samples.mean(axis=1) / (sd / math.sqrt(50))
+    assert (np.abs(z) > 1.96).mean() == pytest.approx(0.8, abs=0.01)
+
+
+def test_holm_by_hand() -> None:
+    assert holm([]) == []
+    assert holm([0.04]) == [0.04]
+    # 3 × .01, then 2 × .02, then 1 × .03 but not below the one before.
+    assert holm([0.03, None, 0.01, 0.02]) == pytest.approx([0.04, None, 0.03, 0.04])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+
+
+def test_classes_of_history_length() -> None:
+    n_records = {"a": 0, "b": 24, "c": 25, "d": 99, "e": 100}
+    users, values = [*"aabcde"], [1, 0, 1, 1, 0, 1]
+    found = by_history_length(
+        users, values, [0] * 6, n_records, higher_is_better=True, seed=0, n_resamples=99
+    )
+    assert {name: (c.n_users, c.n_queries, c.delta_u) for name, c in found.items()} == {
+        "<25": (2, 3, 0.75),
+        "25–49": (1, 1, 1.0),
+        "50–99": (1, 1, 0.0),
+        "≥100": (1, 1, 1.0),
+    }
+
+
+def _skewed_counts(rng: np.random.Generator) -> Any:
+    """Queries of 100 users as in the published movie tagging: 3,302, one user with 452."""
+    counts = 1 + rng.multinomial(3302 - 452 - 99, rng.dirichlet([0.6] * 99))
+    return np.append(counts, 452)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["accuracy", "error"])
+def test_without_an_effect_the_test_rejects_and_the_intervals_miss_one_in_twenty(kind: str) -> None:
+    """Users differ in how well either arm does and in their queries; the arms do not differ."""
+    n_samples, rng = 1000, np.random.default_rng(0)
+    rejected, covered, covered_u = 0, 0, 0
+    for sample in range(n_samples):
+        counts = _skewed_counts(rng)
+        user_of = np.repeat(np.arange(100), counts)
+        n = len(user_of)
+        if kind == "accuracy":
+            # Each user's two rates come from the same distribution: no effect on average.
+            rates = rng.beta(2, 2, (2, 100))
+            arm, reference = (rng.random(n) < rates[:, user_of]).astype(float)
+        else:
+            levels = rng.exponential(0.5, (2, 100))
+            arm, reference = np.round(rng.exponential(1, (2, n)) * (0.5 + levels[:, user_of]), 1)
+        found = compare(
+            user_of.astype(str), arm, reference, higher_is_better=True, seed=sample, n_resamples=499
+        )
+        assert found.p is not None and found.ci_low is not None and found.ci_high is not None
+        assert found.ci_u_low is not None and found.ci_u_high is not None
+        rejected += found.p <= 0.05
+        covered += found.ci_low <= 0 <= found.ci_high
+        covered_u += found.ci_u_low <= 0 <= found.ci_u_high
+    assert 0.03 <= rejected / n_samples <= 0.07
+    assert 0.93 <= covered_u / n_samples <= 0.97
+    assert 0.93 <= covered / n_samples <= 0.97
