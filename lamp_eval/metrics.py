@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -170,7 +170,7 @@ def _metrics(
 
 def _score(task: Task, rules: str, output: str, gold: str) -> Scores:
     if task.kind == "text":
-        rouge1, rouge_l = _rouge(output, gold, rules == "protocol")
+        rouge1, rouge_l = _rouge(output, gold)[rules]
         return {"rouge1": rouge1, "rougeL": rouge_l, "failed_parse": float(not output.strip())}
     if task.kind == "rating":
         rating, failed = _parse_rating(task, rules, output, gold)
@@ -213,25 +213,51 @@ def _parse_rating(task: Task, rules: str, output: str, gold: str) -> tuple[float
     return max(scale, key=lambda end: abs(end - float(gold))), True
 
 
-@lru_cache(maxsize=2**16)  # arms often answer the same, and each answer is scored twice
-def _rouge(output: str, gold: str, stemmed: bool) -> tuple[float, float]:
-    """F1 of ROUGE-1 and of ROUGE-L, as rouge-score computes them."""
-    scores = _rouge_scorer(stemmed).score(gold.strip(), output.strip())
-    return float(scores["rouge1"].fmeasure), float(scores["rougeL"].fmeasure)
+@lru_cache(maxsize=2**18)  # arms often answer the same, and each answer is scored twice
+def _rouge(output: str, gold: str) -> dict[str, tuple[float, float]]:
+    """F1 of ROUGE-1 and of ROUGE-L as rouge-score computes them, by rule set."""
+    tokens, scorer = _rouge_score()
+    texts = gold.strip(), output.strip()
+
+    def f1(stemmed: bool) -> tuple[float, float]:
+        right, answered = (set(tokens(text, stemmed)) for text in texts)
+        if right.isdisjoint(answered):
+            return 0.0, 0.0
+        scores = scorer(stemmed).score(*texts)
+        return float(scores["rouge1"].fmeasure), float(scores["rougeL"].fmeasure)
+
+    words, stems = ([t for text in texts for t in tokens(text, stem)] for stem in (False, True))
+    plain = f1(False)
+    # Where no two words have a stem in common, the same words are equal, stemmed or not.
+    same = len(words) == len(stems) and len(set(words)) == len(set(stems))
+    return {"official": plain, "protocol": plain if same else f1(True)}
 
 
-@lru_cache(maxsize=2)
-def _rouge_scorer(stemmed: bool) -> Any:
+@lru_cache(maxsize=1)
+def _rouge_score() -> tuple[Callable[[str, bool], list[str]], Callable[[bool], Any]]:
+    """rouge-score's tokens of a text and its scorer, each with or without stemming."""
     from nltk.stem.porter import PorterStemmer  # here: nltk is slow to import
-    from rouge_score import rouge_scorer, tokenize
+    from rouge_score import rouge_scorer
+    from rouge_score.tokenize import tokenize
 
     class CachedStemmer:
         """The same words come again, and stemming one takes longer than all the rest."""
 
         stem = staticmethod(lru_cache(maxsize=2**16)(PorterStemmer().stem))
 
-    class Tokenizer:
-        def tokenize(self, text: str) -> list[str]:
-            return list(tokenize.tokenize(text, CachedStemmer if stemmed else None))
+    @lru_cache(maxsize=4)  # two texts, each with and without stemming
+    def tokens(text: str, stemmed: bool) -> list[str]:
+        return list(tokenize(text, CachedStemmer if stemmed else None))
 
-    return rouge_scorer.RougeScorer(["rouge1", "rougeL"], tokenizer=Tokenizer())
+    class Tokenizer:
+        def __init__(self, stemmed: bool) -> None:
+            self.stemmed = stemmed
+
+        def tokenize(self, text: str) -> list[str]:
+            return tokens(text, self.stemmed)
+
+    @lru_cache(maxsize=2)
+    def scorer(stemmed: bool) -> Any:
+        return rouge_scorer.RougeScorer(["rouge1", "rougeL"], tokenizer=Tokenizer(stemmed))
+
+    return tokens, scorer
