@@ -35,13 +35,16 @@ ConfigStore.instance().store("run_config", RunConfig)
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
 def _job(composed: DictConfig) -> None:
-    from lamp_eval.run import run
+    from lamp_eval.run import report_data, run
 
     hydra_config = HydraConfig.get()
     run_dir = Path(hydra_config.runtime.output_dir)
     try:
         config = OmegaConf.to_object(composed)
         assert isinstance(config, RunConfig)
+        if config.data.report:
+            report_data(config, console)
+            return
         _finished.append(run(config, run_dir, list(hydra_config.overrides.task), console))
     except UserError as error:  # kept from Hydra, which would print the overrides around it
         _mistakes.append(error)

@@ -30,6 +30,7 @@ class DataConfig:
     n_queries: int = 0
     signal: float = 0.0  # 0: nothing personal to learn; 1: the favourite is always chosen
     seed: int = 0
+    report: bool = False  # show what the data hold, and run nothing
 
 
 @dataclass

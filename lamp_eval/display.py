@@ -82,6 +82,17 @@ def show_leaderboard(
     console.print(table)
 
 
+def show_card(console: Console, card: Mapping[str, Mapping[str, object]], *, title: str) -> None:
+    """The data card, a section after the other; problems that are there stand out."""
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
+    for section, values in card.items():
+        table.add_section()
+        for name, value in values.items():
+            shown = f"{value:.3f}" if isinstance(value, float) else str(value)
+            table.add_row(name, shown, style="yellow" if section == "problems" and value else "")
+    console.print(table)
+
+
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 

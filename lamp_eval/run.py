@@ -14,6 +14,7 @@ from rich.console import Console
 from lamp_eval import display, environment
 from lamp_eval.config import RunConfig
 from lamp_eval.data import load_corpus
+from lamp_eval.data.card import data_card
 from lamp_eval.leaderboard import leaderboard_rows, main_rows, user_rows
 from lamp_eval.metrics import RULES
 from lamp_eval.pipeline import Pipeline
@@ -27,6 +28,17 @@ from lamp_eval.results import (
 )
 from lamp_eval.seeds import user_seed
 from lamp_eval.tasks import TASKS
+
+
+def report_data(config: RunConfig, console: Console) -> None:
+    """Shows the data card of an experiment, and runs nothing.
+
+    Raises:
+        UserError: a mistake in the data.
+    """
+    task = TASKS[config.task]
+    corpus = load_corpus(task, config.data)
+    display.show_card(console, data_card(task, corpus), title=f"{config.name}: the data")
 
 
 def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Console) -> RunRecord:

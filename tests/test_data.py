@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 
 from lamp_eval.config import DataConfig
-from lamp_eval.data import load_corpus
+from lamp_eval.data import Corpus, load_corpus
+from lamp_eval.data.card import data_card
 from lamp_eval.data.oppu import EVALUATED, EVALUATED_TWEETS, OTHERS
 from lamp_eval.data.sample import CUES
 from lamp_eval.errors import UserError
-from lamp_eval.records import Query, Record
+from lamp_eval.records import Query, Record, User
 from lamp_eval.tasks import TASKS
 
 MOVIES, RATINGS = TASKS["movie_tagging"], TASKS["product_rating"]
@@ -471,3 +472,78 @@ def test_checksum_follows_every_part_of_the_data(write):
         )
     }
     assert len(checksums) == 7
+
+
+# The data card
+
+
+def corpus_of(task, users, others=()) -> Corpus:
+    origin = "others" if others else "evaluated"
+    return Corpus(
+        tuple(users), tuple(others or users), origin, synthetic=False, n_records_left_out=2,
+        checksum="", files={},
+    )  # fmt: skip
+
+
+def headline_user(user_id, records, queries) -> User:
+    frame = "Generate a headline for the following article: "
+    return User(
+        user_id,
+        tuple(Record({"text": text, "title": title}) for text, title in records),
+        tuple(
+            Query(f"{user_id}-{i}", frame + text, gold) for i, (text, gold) in enumerate(queries)
+        ),
+    )
+
+
+def test_the_data_card_counts_what_could_be_looked_up():
+    a = headline_user(
+        "a",
+        [("rain in the north", "Rain"), ("sun in the south", "Sun"), ("sun in the south", "Sun")],
+        [("rain in the north", "It rains"), ("snow", "Why it snows"), ("snow", "Sun")],
+    )
+    b = headline_user("b", [], [("fog in the west", "Fog")])
+    other = headline_user("c", [("snow", "Snow falls")], [("fog in the west", "Grey")])
+    card = data_card(TASKS["news_headline"], corpus_of("news_headline", [a, b], [other]))
+    assert card["size"] == {
+        "users": 2,
+        "users of the task adapter": "1 (others)",
+        "synthetic": "no",
+        "records": 3,
+        "records without an answer, left out": 2,
+        "records of a user": "0 … 3, median 1.5, mean 1.5",
+        "queries": 4,
+        "queries of a user": "1 … 3, median 2, mean 2.0",
+        "largest share of the queries": 0.75,
+    }
+    assert card["answers"]["words of a gold"] == "1 … 3, median 1.5, mean 1.8"
+    assert card["problems"] == {
+        "users without a history": 1,
+        "records that repeat an earlier one": 1,
+        "queries that repeat an earlier one": 1,
+        "queries whose text is in a record of their user": 1,
+        "queries whose text the task adapter's users have": 3,
+        "golds that are in a record of their user": 1,
+    }
+    # Where the task adapter is trained on the histories alone, their queries are no leak.
+    card = data_card(TASKS["news_headline"], corpus_of("news_headline", [a, b]))
+    assert card["problems"]["queries whose text the task adapter's users have"] == 0
+
+
+def test_the_data_card_shows_the_balance_of_labels():
+    corpus = load_corpus(MOVIES, sample())
+    answers = data_card(MOVIES, corpus)["answers"]
+    assert list(answers) == list(MOVIES.labels)
+    golds = [query.gold for user in corpus.users for query in user.queries]
+    records = [r.fields["tag"] for user in corpus.users for r in user.history]
+    for label, shown in answers.items():
+        share, of_records = golds.count(label) / len(golds), records.count(label) / len(records)
+        assert shown == f"{share:.3f} of the golds, {of_records:.3f} of records"
+
+
+def test_the_data_card_of_real_reviews(lamp_data):
+    config = DataConfig(source="oppu", dir=str(lamp_data / "oppu"))
+    card = data_card(RATINGS, load_corpus(RATINGS, config))
+    assert (card["size"]["records"], card["size"]["queries"]) == (2180, 160)
+    assert card["answers"]["5"] == "0.769 of the golds, 0.801 of records"
+    assert card["problems"]["records that repeat an earlier one"] == 70

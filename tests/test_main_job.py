@@ -223,6 +223,15 @@ def test_nothing_partial_is_left(runs: Runs) -> None:
         assert all((folder / "key.json").is_file() for folder in stage.iterdir())
 
 
+def test_data_report_shows_the_data_and_runs_nothing(tmp_path: Path) -> None:
+    # No model: none is looked for.
+    options = _options(tmp_path / "no model", tmp_path / "outputs", **{"data.report": "true"})
+    done = _launch(options)
+    assert done.returncode == 0, done.stderr
+    assert "queries whose text is in a record of their user" in done.stdout
+    assert not (tmp_path / "outputs").exists() or not any((tmp_path / "outputs").iterdir())
+
+
 # Repetition
 
 
