@@ -133,6 +133,7 @@ def test_score_files_and_their_direction(tmp_path: Path) -> None:
     ["{", "7", "{}", '{"user_id": 1, "score": 1, "reference_score": 1}',
      '{"user_id": "a", "score": NaN, "reference_score": 1}',
      '{"user_id": "a", "score": true, "reference_score": 1}',
+     '{"user_id": "a", "score": 1, "reference_score": 1' + "0" * 400 + "}",
      '{"user_id": "", "score": 1, "reference_score": 1}'],
 )  # fmt: skip
 def test_bad_lines_are_named(tmp_path: Path, line: str) -> None:
