@@ -499,7 +499,11 @@ def headline_user(user_id, records, queries) -> User:
 def test_the_data_card_counts_what_could_be_looked_up():
     a = headline_user(
         "a",
-        [("rain in the north", "Rain"), ("sun in the south", "Sun"), ("sun in the south", "Sun")],
+        [
+            ("Heavy rain in the north.", "Rain"),
+            ("sun in the south", "Sun"),
+            ("sun in the south", "Sun"),
+        ],
         [("rain in the north", "It rains"), ("snow", "Why it snows"), ("snow", "Sun")],
     )
     b = headline_user("b", [], [("fog in the west", "Fog")])

@@ -3,10 +3,12 @@
 import tiny  # isort: skip  # noqa: F401  # loads the BLAS, before MLX
 
 import hashlib
+import importlib
 import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -476,6 +478,26 @@ def test_generation_equals_the_naive_loop(
         )
         assert found == expected
         assert all(eos not in answer.tokens for answer in found)
+
+
+def test_generation_bounds_the_tokens_computed_together(
+    answering: DeviceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("on_device.generate")
+    batches: list[list[int]] = []
+
+    def answer_batch(model: Any, prefix: Any, suffixes: Any, *others: Any) -> Any:
+        batches.append([len(suffix) for suffix in suffixes])
+        return compute(model, prefix, suffixes, *others)
+
+    compute = module._answer_batch
+    monkeypatch.setattr(module, "_answer_batch", answer_batch)
+    for n_common in (0, 18):
+        generate(
+            answering, _prompts(n_common), max_new_tokens=1, eos_token_id=NO_EOS, tokens_per_pass=30
+        )
+        assert batches == [[1, 2, 5], [13, 13], [21], [30]]  # 15, 26, 21 and 30 with the padding
+        batches.clear()
 
 
 def test_generation_of_equal_prompts_and_of_one_prompt(answering: DeviceModel) -> None:

@@ -249,9 +249,10 @@ def test_rows_that_cannot_be_paired_are_errors(
 def test_the_detectable_effect_is_found_in_four_of_five_samples() -> None:
     rng = np.random.default_rng(0)
     users = [str(user) for user in range(50)]
-    result = compare(users, rng.normal(0, 1, 50), [0.0] * 50, higher_is_better=True, seed=0)
+    values = rng.normal(0, 1, 50)
+    result = compare(users, values, [0.0] * 50, higher_is_better=True, seed=0)
     assert result.mde is not None
-    sd = result.mde / 2.8016 * math.sqrt(50)
+    sd = values.std(ddof=1)
     samples = rng.normal(result.mde, sd, (20_000, 50))
     z = samples.mean(axis=1) / (sd / math.sqrt(50))
     assert (np.abs(z) > 1.96).mean() == pytest.approx(0.8, abs=0.01)
