@@ -346,7 +346,7 @@ class Plan:
             n_new = self.task.max_new_tokens
             work += estimate.ANSWERS * estimate.n_answer_tokens(prompts, n_new)
         seconds = work * n_parameters / estimate.flops_per_second()
-        return float(10 + 5 * len(missing["bases"]) + seconds)
+        return float(5 + 3 * len(missing["bases"]) + seconds)
 
 
 def _hash_examples(examples: Iterable[Example]) -> str:
