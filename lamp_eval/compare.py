@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lamp_eval.data.files import parse_json, read_bytes
-from lamp_eval.data.lamp import read_users
+from lamp_eval.data.lamp import read_outputs, read_users
 from lamp_eval.errors import UserError, fail, raise_if_any
 from lamp_eval.metrics import LOWER_IS_BETTER, QUERY_SCORES, RULES, score_output
 from lamp_eval.score import checked_pairs, task_named
@@ -89,17 +89,18 @@ def pairs_of_files(
     files = list(dict.fromkeys(path for pair in wanted for path in pair))
     stems = [path.stem for path in files]
     name_of = {p: p.stem if stems.count(p.stem) == 1 else str(p) for p in files}
-    read = {path: checked_pairs(golds, path, task) for path in files}
+    right = read_outputs(golds)
+    read = {path: checked_pairs(right, read_outputs(path), task) for path in files}
     paired = []
     for index, (of_task, gold, _) in enumerate(read[reference]):
         if user_of is not None:
             _check_users_known(user_of, gold.by_id, gold.where)
-        users = [user_of[query_id] if user_of else query_id for query_id in gold.by_id]
+        users = [query_id if user_of is None else user_of[query_id] for query_id in gold.by_id]
         outputs = {path: [*read[path][index][2].by_id.values()] for path in files}
         scores = {
             path: [
-                score_output(of_task, output, right)[rules]
-                for output, right in zip(outputs[path], gold.by_id.values(), strict=True)
+                score_output(of_task, output, answer)[rules]
+                for output, answer in zip(outputs[path], gold.by_id.values(), strict=True)
             ]
             for path in files
         }

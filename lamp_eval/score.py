@@ -42,19 +42,21 @@ def score_files(
             "n_queries": len(gold.by_id),
             **arm_metrics(task, [*predicted.by_id.values()], [*gold.by_id.values()], rules),
         }
-        for task, gold, predicted in checked_pairs(golds, predictions, task)
+        for task, gold, predicted in checked_pairs(
+            read_outputs(golds), read_outputs(predictions), task
+        )
     }
 
 
 def checked_pairs(
-    golds: Path, predictions: Path, task: Task | None
+    golds: Mapping[str, Outputs], predictions: Mapping[str, Outputs], task: Task | None
 ) -> list[tuple[Task, Outputs, Outputs]]:
-    """Reads golds and predictions of each task, checks ids and golds.
+    """Pairs golds and predictions of each task as `pairs_of`, and checks the golds as well.
 
     Raises:
         UserError: with all problems.
     """
-    found = pairs_of(read_outputs(golds), read_outputs(predictions), task)
+    found = pairs_of(golds, predictions, task)
     raise_if_any(
         [
             UserError(

@@ -180,6 +180,40 @@ def test_an_archive_that_would_fill_the_memory_is_refused(
         read_outputs(tmp_path / "bomb.zip")
 
 
+def test_a_damaged_archive_is_a_mistake_wherever_it_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "golds.zip"
+    for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        with zipfile.ZipFile(path, "w", method) as archive:
+            archive.writestr("a.json", json.dumps({str(i): "5" for i in range(40)}))
+        whole = path.read_bytes()
+        n_refused = 0
+        for position in range(len(whole)):
+            for damaged in (whole[:position], _with_byte(whole, position, whole[position] ^ 0xFF)):
+                path.write_bytes(damaged)
+                try:
+                    read_outputs(path)
+                except UserError as error:
+                    n_refused += 1
+                    assert str(path) in str(error)
+        assert n_refused > len(whole)
+
+
+def _with_byte(content: bytes, position: int, value: int) -> bytes:
+    return content[:position] + bytes([value]) + content[position + 1 :]
+
+
+def test_an_archive_with_a_password_is_a_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "golds.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.json", '{"1": "5"}')
+    content = bytearray(path.read_bytes())
+    content[6] |= 1  # the flag in the member's own header,
+    content[content.index(b"PK\x01\x02") + 8] |= 1  # and in the directory
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="without a password"):
+        read_outputs(path)
+
+
 def test_users_from_questions_and_from_plain_files(tmp_path: Path) -> None:
     path = tmp_path / "users.json"
     questions = [

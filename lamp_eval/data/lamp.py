@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import lzma
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
@@ -164,29 +166,10 @@ def _json_files(path: Path) -> list[tuple[str, bytes]]:
     """Name and content of each JSON file that a path stands for."""
     if path.is_dir():
         files = [(str(p), read_bytes(p)) for p in sorted(path.rglob("*.json"))]
-    elif zipfile.is_zipfile(content := BytesIO(read_bytes(path))):
-        with zipfile.ZipFile(content) as archive:
-            members = [m for m in archive.infolist() if m.filename.endswith(".json")]
-            members = [m for m in members if not m.filename.startswith("__MACOSX/")]
-            size = sum(member.file_size for member in members)
-            if size > _MAX_UNPACKED_BYTES:
-                raise UserError(
-                    expected=f"JSON files of at most {_MAX_UNPACKED_BYTES >> 20} MB together",
-                    found=f"{size >> 20} MB",
-                    where=str(path),
-                    fix="unpack it and give the folder",
-                )
-            try:
-                files = [(f"{path}/{m.filename}", archive.read(m)) for m in members]
-            except (zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
-                raise UserError(
-                    expected="a whole zip archive without a password",
-                    found=str(error),
-                    where=str(path),
-                    fix="pack or download it again",
-                ) from error
+    elif (content := read_bytes(path)).startswith(b"PK"):  # as no JSON does
+        files = _unzipped(content, path)
     else:
-        files = [(str(path), content.getvalue())]
+        files = [(str(path), content)]
     if not files:
         raise UserError(
             expected="at least one JSON file",
@@ -195,6 +178,34 @@ def _json_files(path: Path) -> list[tuple[str, bytes]]:
             fix="check the path",
         )
     return files
+
+
+def _unzipped(content: bytes, path: Path) -> list[tuple[str, bytes]]:
+    try:
+        with zipfile.ZipFile(BytesIO(content)) as archive:
+            members = [
+                member
+                for member in archive.infolist()
+                if member.filename.endswith(".json") and not member.filename.startswith("__MACOSX/")
+            ]
+            size = sum(member.file_size for member in members)
+            if size <= _MAX_UNPACKED_BYTES:
+                return [(f"{path}/{m.filename}", archive.read(m)) for m in members]
+    # What zipfile and its decompressors raise for a damaged, cut or encrypted archive.
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, OSError, EOFError, ValueError,
+            RuntimeError) as error:  # fmt: skip
+        raise UserError(
+            expected="a whole zip archive without a password",
+            found=str(error) or type(error).__name__,
+            where=str(path),
+            fix="pack or download it again",
+        ) from error
+    raise UserError(
+        expected=f"JSON files of at most {_MAX_UNPACKED_BYTES >> 20} MB together",
+        found=f"{size >> 20} MB",
+        where=str(path),
+        fix="unpack it and give the folder",
+    )
 
 
 def _outputs(found: Any, where: str) -> tuple[str, dict[str, str]]:
