@@ -44,6 +44,7 @@ def arm(name: str, protocol: ProtocolConfig) -> Arm:
 COMPARISONS = (
     ("base_retrieval", "base"),
     ("task", "base"),
+    ("task", "base_retrieval"),
     ("task_retrieval", "base_retrieval"),
     ("user", "task"),
     ("cross_user", "task"),

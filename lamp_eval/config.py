@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
 from omegaconf import MISSING
@@ -11,17 +12,23 @@ from omegaconf import MISSING
 from lamp_eval.errors import UserError, raise_if_any
 
 ARMS = ("base", "base_retrieval", "task", "task_retrieval", "user", "cross_user")
-RETRIEVAL = ("bm25", "recency", "random")
+PROTOCOLS = ("oppu", "oppu_released", "lamp_chat")
+RETRIEVAL = ("bm25", "dense", "recency", "random")
 
 
 @dataclass
 class DataConfig:
     """Whom the run evaluates. The `n_*`, `signal` and `seed` belong to `data=sample` only."""
 
-    source: str = MISSING  # sample | oppu
+    source: str = MISSING  # sample | oppu | lamp
     dir: str | None = None  # folder with the released files
+    kind: str = "user"  # user | time: which of the benchmark's two ways to split, in data=lamp
+    split: str = "dev"  # train | dev: whom to evaluate, in data=lamp
     task_users: str = "auto"  # others | evaluated | auto: others where there is such a file
+    select: str = "first"  # first | longest (histories) | random: which max_users
     max_users: int | None = None
+    max_task_users: int | None = None  # drawn at random
+    profiles: str | None = None  # JSON {user id: text}: a text about each user, for all prompts
     max_records: int | None = None  # the newest of each user
     max_queries: int | None = None  # the newest of each user
     n_users: int = 0
@@ -47,15 +54,18 @@ class ModelConfig:
 
 @dataclass
 class ProtocolConfig:
-    """How prompts are built. `adapter_k` holds in adapter training and in the arms they serve."""
+    """How prompts are built. Words are cut in `oppu` only; `date` is for `lamp_chat` only."""
 
     name: str = MISSING
     k: int = 1  # retrieved records in base_retrieval and task_retrieval
-    adapter_k: int = 1  # retrieved records in task, user and cross_user, and in training
+    adapter_k: int = 1  # retrieved records in task, user and cross_user
+    train_k: int | None = None  # retrieved records in adapter training; null: as many as adapter_k
     train_words: int = 768
     eval_words: int = 368
     max_tokens: int = 2048
-    retrieval: str = "bm25"  # bm25 | recency (the newest) | random: which k records
+    retrieval: str = "bm25"  # bm25 | dense | recency (the newest) | random: which k records
+    embedding_model: str | None = None  # of dense: a directory with a sentence-embedding model
+    date: str = "2026-01-01"  # what a chat template takes for today
 
 
 @dataclass
@@ -178,9 +188,13 @@ def check(config: RunConfig) -> None:
     between("seed", config.seed, 0, 2**32 - 1)
 
     data, protocol = config.data, config.protocol
-    one_of("data.source", data.source, ("sample", "oppu"))
+    one_of("data.source", data.source, ("sample", "oppu", "lamp"))
+    one_of("data.kind", data.kind, ("user", "time"))
+    one_of("data.split", data.split, ("train", "dev"))
+    one_of("data.select", data.select, ("first", "longest", "random"))
     one_of("data.task_users", data.task_users, ("auto", "others", "evaluated"))
     at_least("data.max_users", data.max_users, 1)
+    at_least("data.max_task_users", data.max_task_users, 1)
     at_least("data.max_queries", data.max_queries, 1)
     at_least("data.max_records", data.max_records, 0)
     if data.source == "sample":
@@ -190,10 +204,18 @@ def check(config: RunConfig) -> None:
         at_least("data.n_records", data.n_records, 0)
         between("data.signal", data.signal, 0, 1)
 
-    one_of("protocol.name", protocol.name, ("oppu", "oppu_released"))
+    one_of("protocol.name", protocol.name, PROTOCOLS)
     one_of("protocol.retrieval", protocol.retrieval, RETRIEVAL)
     at_least("protocol.k", protocol.k, 0)
     at_least("protocol.adapter_k", protocol.adapter_k, 0)
+    at_least("protocol.train_k", protocol.train_k, 0)
+    need(_is_date(protocol.date), "protocol.date", protocol.date, "a date such as 2026-01-01")
+    need(
+        protocol.retrieval != "dense" or protocol.embedding_model is not None,
+        "protocol.embedding_model",
+        protocol.embedding_model,
+        "a directory with a sentence-embedding model, which protocol.retrieval=dense needs",
+    )
     at_least("protocol.train_words", protocol.train_words, 1)
     at_least("protocol.eval_words", protocol.eval_words, 1)
     at_least("protocol.max_tokens", protocol.max_tokens, 64)
@@ -253,6 +275,14 @@ def check(config: RunConfig) -> None:
              "quantization.embedding_bits", quantization.embedding_bits,
              "2, 3, 4, 5, 6, 8 or null")  # fmt: skip
     raise_if_any(problems)
+
+
+def _is_date(text: str) -> bool:
+    try:
+        date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
 
 
 def n_adapted_blocks(blocks: int | float | str, n_blocks: int) -> int:

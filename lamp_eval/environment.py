@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 import subprocess
@@ -23,6 +24,11 @@ PACKAGES = (
     "scipy",
     "numpy",
 )
+
+
+def cache_dir() -> Path:
+    """Where converted models and tables are kept: `$XDG_CACHE_HOME/lamp_eval`."""
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lamp_eval"
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -151,20 +151,17 @@ class Pipeline:
         elif chosen.task_adapter:
             model.reset_adapter(0)  # B = 0: exactly the task base
         prompts = [request.prompt for request in self.plan.requests(arm_name, user)]
-        tokenizer = self.plan.encoder.tokenizer
+        encoder = self.plan.encoder
         answers = generate(
             model,
             prompts,
-            max_new_tokens=self.plan.task.max_new_tokens,
-            eos_token_id=tokenizer.eos_token_id,
+            max_new_tokens=encoder.max_new_tokens,
+            eos_token_id=encoder.eos_token_id,
             tokens_per_pass=self.plan.config.executor.tokens_per_pass,
         )
         _count_tokens(progress, bar, sum(len(prompt) for prompt in prompts))
         rows = [
-            {
-                "output": tokenizer.decode(answer.tokens, skip_special_tokens=True),
-                "finished": answer.finished,
-            }
+            {"output": encoder.answer_text(answer.tokens), "finished": answer.finished}
             for answer in answers
         ]
         (folder / "answers.json").write_text(json.dumps(rows) + "\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from lamp_eval import display, environment, estimate
 from lamp_eval.arms import Arm, arm, donors
 from lamp_eval.config import RunConfig, n_adapted_blocks
 from lamp_eval.data import Corpus
 from lamp_eval.errors import UserError, raise_if_any
-from lamp_eval.prompts import Encoder
+from lamp_eval.prompts import make_encoder
 from lamp_eval.records import Example, Request, User
 from lamp_eval.schedule import n_task_steps, n_user_steps
 from lamp_eval.seeds import user_seed
@@ -50,7 +50,6 @@ class Plan:
 
         self.config, self.task, self.corpus, self.console = config, task, corpus, console
         self.store = Store(Path(config.output_dir) / "stages")
-        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
         model = config.model
         self.model = find_model(
             name=model.name,
@@ -58,14 +57,19 @@ class Plan:
             path=model.path,
             revision=model.revision,
             wheel=model.wheel,
-            cache_dir=cache / "lamp_eval" / "models",
+            cache_dir=environment.cache_dir() / "models",
             notify=lambda line: console.print(line, style="dim"),
         )
         n_blocks = json.loads((self.model.path / "config.json").read_text())["num_hidden_layers"]
         self.recipe = replace(
             config.adapter.user, blocks=n_adapted_blocks(config.adapter.user.blocks, n_blocks)
         )
-        self.encoder = Encoder(load_tokenizer(self.model.path), task, config.protocol, config.seed)
+        tokenizer = load_tokenizer(self.model.path)
+        self.encoder = make_encoder(
+            tokenizer, task, config.protocol, config.seed, profiles=corpus.profiles
+        )
+        protocol = config.protocol
+        self._train_k = protocol.adapter_k if protocol.train_k is None else protocol.train_k
         self.arms: dict[str, Arm] = {name: arm(name, config.protocol) for name in config.arms}
         self.torch_device = environment.torch_device(config.executor.torch_device)
         self.with_history = [user for user in corpus.users if user.history]
@@ -152,21 +156,17 @@ class Plan:
     @cached_property
     def task_examples(self) -> list[Example]:
         """Stage 1's examples: other users' queries, or else the evaluated users' records."""
-        k = self.config.protocol.adapter_k
         of = (
             self.encoder.query_examples
             if self.corpus.task_users_origin == "others"
             else self.encoder.user_examples
         )
-        # In the order of their ids: users in another order in a file are the same users.
-        users = sorted(self.corpus.task_users, key=lambda user: user.id)
-        return [example for user in users for example in of(user, k)]
+        return [e for user in self.corpus.task_users for e in of(user, self._train_k)]
 
     def user_examples(self, user: User) -> list[Example]:
         """Stage 2's examples of a user."""
         if user.id not in self._examples:
-            k = self.config.protocol.adapter_k
-            self._examples[user.id] = self.encoder.user_examples(user, k)
+            self._examples[user.id] = self.encoder.user_examples(user, self._train_k)
         return self._examples[user.id]
 
     def requests(self, arm_name: str, user: User) -> list[Request]:
@@ -259,7 +259,8 @@ class Plan:
         shared = {
             "version": STAGE_VERSION,
             "packages": environment.versions("mlx", "mlx-lm"),
-            "max_new_tokens": self.task.max_new_tokens,
+            "max_new_tokens": self.encoder.max_new_tokens,
+            "eos_token_id": self.encoder.eos_token_id,
             "tokens_per_pass": self.config.executor.tokens_per_pass,
             "device": environment.mlx_device(),
         }
@@ -300,6 +301,8 @@ class Plan:
                 " are no other users[/] (data.task_users)")  # fmt: skip
         if corpus.n_records_left_out:
             say(f"  [yellow]{corpus.n_records_left_out} records without an answer are left out[/]")
+        for note in corpus.notes:
+            say(f"  [yellow]{escape(note)}[/]")
         without = len(corpus.users) - len(self.with_history)
         if without:
             say(f"  [yellow]{without} users without a history[/]: the task arm serves them in user")
@@ -343,7 +346,7 @@ class Plan:
         for unit in missing["arms × users"]:
             name, user_id = unit.what.split(", ", 1)
             prompts = [request.prompt for request in self.requests(name, self.users[user_id])]
-            n_new = self.task.max_new_tokens
+            n_new = self.encoder.max_new_tokens
             work += estimate.ANSWERS * estimate.n_answer_tokens(prompts, n_new)
         seconds = work * n_parameters / estimate.flops_per_second()
         return float(5 + 3 * len(missing["bases"]) + seconds)

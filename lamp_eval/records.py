@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One past item of a user, e.g. `{"description": …, "tag": …}`; the task names the fields."""
+    """One past item of a user, e.g. `{"description": …, "tag": …}`; the task names the fields.
+
+    `date` orders records as a string; "" if it is not known.
+    """
 
     fields: Mapping[str, str]
+    date: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ class RunRecord(BaseModel):
     n_queries: int
     n_task_users: int
     users_without_history: list[str]
+    task_user_ids: list[str] = []
+    data_notes: list[str] = []
     donors: dict[str, str]
     seeds: dict[str, int]
     parity_error: dict[str, float]

@@ -1,19 +1,50 @@
-"""Which of a user's records a prompt shows: the best by BM25, the newest, or any.
+"""Which of a user's records a prompt shows: the best by BM25 or by meaning, the newest, or any.
 
-BM25 has the exact scores of rank-bm25, which are part of the OPPU protocol.
+BM25 comes in the exact variants of both protocols, scores and order of ties included.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from rank_bm25 import BM25Okapi
 
-_DEFAULTS = BM25Okapi([[""]])  # its k1, b and epsilon are the protocol's
+_DEFAULTS = BM25Okapi([[""]])
+
+# (n_texts,) → (n_texts, dimension) of unit length
+Embed = Callable[[Sequence[str]], npt.NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Bm25:
+    """A variant of BM25.
+
+    Attributes:
+        words: splits a text.
+        k1: saturation of a word's count in a document.
+        b: how much a document's length matters.
+        epsilon: a negative idf becomes this share of the mean idf, which is
+            ln((N − n + .5) / (n + .5)). None: it is ln(1 + (N − n + .5) / (n + .5)) instead.
+        later_first: of equal scores, whether the later record comes first.
+    """
+
+    words: Callable[[str], list[str]]
+    k1: float
+    b: float
+    epsilon: float | None
+    later_first: bool
+
+
+# rank-bm25's `BM25Okapi` over `text.split(" ")`, as in the released OPPU code.
+RANK_BM25 = Bm25(lambda text: text.split(" "), _DEFAULTS.k1, _DEFAULTS.b, _DEFAULTS.epsilon, True)
+# Of the chat-template harness behind the paper's Table 7.
+OKAPI = Bm25(lambda text: re.findall("[a-z0-9]+", text.lower()), 1.5, 0.75, None, False)
 
 
 class History:
@@ -25,16 +56,29 @@ class History:
     made in rank-bm25's order: the scores are the same to the last bit.
 
     Args:
-        documents: one string per record; words are split at single spaces, as released.
-        method: `bm25`, `recency` or `random`.
+        documents: one string per record: what is searched.
+        method: `bm25`, `dense`, `recency` or `random`.
+        bm25: the variant.
+        embed: of `dense`: the vectors of texts, whose products are the scores.
         seed: of `random`; with it, the query and the position decide, nothing else.
     """
 
-    def __init__(self, documents: Sequence[str], method: str = "bm25", *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        documents: Sequence[str],
+        method: str = "bm25",
+        *,
+        bm25: Bm25 = RANK_BM25,
+        embed: Embed | None = None,
+        seed: int = 0,
+    ) -> None:
         self.documents = list(documents)
-        self._method, self._seed = method, seed
+        self._method, self._bm25, self._embed, self._seed = method, bm25, embed, seed
         if method == "bm25":
             self._build_index()
+        elif method == "dense":
+            assert embed is not None
+            self._vectors = embed(self.documents) if self.documents else np.zeros((0, 1))
 
     def _build_index(self) -> None:
         self._word_ids: dict[str, int] = {}  # numbered as they appear
@@ -44,7 +88,7 @@ class History:
         self._n_known = [0]  # words in the first 0, 1, … documents
         lengths = []
         for i, document in enumerate(self.documents):
-            split = document.split(" ")
+            split = self._bm25.words(document)
             in_this: dict[int, int] = {}
             for word in split:
                 word_id = self._word_ids.setdefault(word, len(self._word_ids))
@@ -67,23 +111,29 @@ class History:
         self._n_with = np.zeros(len(self._word_ids), np.int64)  # documents with each word
         self._idf = np.zeros(0)
 
-    def retrieve(self, query: str, k: int, *, before: int) -> list[str]:
-        """Up to `k` of the first `before` documents.
+    def retrieve(self, query: str, k: int, *, before: int) -> list[int]:
+        """The positions of up to `k` of the first `before` documents, the best first.
 
-        By BM25 the best, of equals the later, come first; calls must come with `before` not
-        decreasing, as the index only grows. By recency the newest comes first.
+        By BM25, calls must come with `before` not decreasing, as the index only grows. By recency
+        the newest comes first.
         """
         if k == 0 or before == 0:
             return []
         if self._method == "recency":
-            return self.documents[max(0, before - k) : before][::-1]
+            return list(range(before))[: -k - 1 : -1]
         if self._method == "random":
             rng = random.Random(f"{self._seed}\0{before}\0{query}")
-            return rng.sample(self.documents[:before], min(k, before))
-        scores = self.scores(query, before)
-        # rank-bm25 reverses an unstable sort; among equals the later first, on every machine.
-        best = np.argsort(scores, kind="stable")[::-1][:k]
-        return [self.documents[i] for i in best]
+            return rng.sample(range(before), min(k, before))
+        later_first = self._bm25.later_first
+        if self._method == "dense":
+            assert self._embed is not None
+            scores = self._vectors[:before] @ self._embed([query])[0]  # (before,)
+        else:
+            scores = self.scores(query, before)
+        # rank-bm25 reverses an unstable sort; here ties have one order, on every machine.
+        if later_first:
+            return [int(i) for i in np.argsort(scores, kind="stable")[::-1][:k]]
+        return [int(i) for i in np.argsort(-scores, kind="stable")[:k]]
 
     def scores(self, query: str, before: int) -> npt.NDArray[np.float64]:
         """BM25 of the first `before` documents, (before,); `before` > 0, not decreasing."""
@@ -91,16 +141,18 @@ class History:
             raise ValueError(f"the index already holds {self._size} > {before} documents")
         if self._size < before:
             self._grow(before)
-        found = (self._word_ids.get(word, len(self._idf)) for word in query.split(" "))
-        words = np.array([word for word in found if word < len(self._idf)], np.int64)
+        unknown = len(self._idf)
+        found = (self._word_ids.get(word, unknown) for word in self._bm25.words(query))
+        words = np.array([word for word in found if word < unknown], np.int64)
         n_with = self._n_with[words]
         # The first entries of each word of the query, one word after the other.
         entries = np.arange(n_with.sum()) + np.repeat(
             self._starts[words] - (n_with.cumsum() - n_with), n_with
         )
         documents, counts = self._in_document[entries], self._counts[entries]
-        k1, b = _DEFAULTS.k1, _DEFAULTS.b
-        damping = k1 * (1 - b + b * self._lengths[:before] / self._lengths_mean)
+        k1, b = self._bm25.k1, self._bm25.b
+        # Only documents without any word have a mean length of 0; no query finds them.
+        damping = k1 * (1 - b + b * self._lengths[:before] / (self._lengths_mean or 1.0))
         gains = np.repeat(self._idf[words], n_with) * (
             counts * (k1 + 1) / (counts + damping[documents])
         )
@@ -114,6 +166,9 @@ class History:
         self._size = size
         self._lengths_mean = self._lengths[:size].sum() / size
         n_with = self._n_with[: self._n_known[size]]
+        if self._bm25.epsilon is None:
+            self._idf = np.log(1 + (size - n_with + 0.5) / (n_with + 0.5))
+            return
         idf = self._logs[size - n_with] - self._logs[n_with]
         mean = idf.cumsum()[-1] / len(idf)  # summed one by one, as rank-bm25 does
-        self._idf = np.where(idf < 0, _DEFAULTS.epsilon * mean, idf)
+        self._idf = np.where(idf < 0, self._bm25.epsilon * mean, idf)

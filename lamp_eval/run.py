@@ -15,6 +15,7 @@ from lamp_eval import display, environment
 from lamp_eval.config import RunConfig
 from lamp_eval.data import load_corpus
 from lamp_eval.data.card import data_card
+from lamp_eval.data.corpus import user_ids
 from lamp_eval.leaderboard import leaderboard_rows, main_rows, user_rows
 from lamp_eval.metrics import RULES
 from lamp_eval.pipeline import Pipeline
@@ -104,6 +105,8 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
         n_queries=sum(len(user.queries) for user in corpus.users),
         n_task_users=len(corpus.task_users),
         users_without_history=[user.id for user in corpus.users if not user.history],
+        task_user_ids=user_ids(corpus.task_users),
+        data_notes=list(corpus.notes),
         donors=plan.donors,
         seeds={user.id: user_seed(config.seed, user.id) for user in corpus.users},
         parity_error=pipeline.parity_errors(),

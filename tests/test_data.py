@@ -55,7 +55,7 @@ def test_a_sample_user_does_not_depend_on_how_many_there_are():
 def test_sample_has_the_sizes_asked_for():
     corpus = load_corpus(MOVIES, sample())
     assert (len(corpus.users), len(corpus.task_users)) == (3, 4)
-    for user in corpus.users + corpus.task_users:
+    for user in (*corpus.users, *corpus.task_users):
         assert (len(user.history), len(user.queries)) == (6, 3)
     assert load_corpus(MOVIES, sample(n_records=0)).users[0].history == ()
 
@@ -63,7 +63,7 @@ def test_sample_has_the_sizes_asked_for():
 def test_evaluated_and_other_sample_users_are_different_people():
     corpus = load_corpus(MOVIES, sample())
     assert corpus.task_users_origin == "others"
-    people = corpus.users + corpus.task_users
+    people = (*corpus.users, *corpus.task_users)
     assert len({user.id for user in people}) == len(people)
     assert len({str(user.history) for user in people}) == len(people)
     assert len({str(user.queries) for user in people}) == len(people)

@@ -11,7 +11,7 @@ import pytest
 
 from lamp_eval.config import ProtocolConfig
 from lamp_eval.errors import UserError
-from lamp_eval.prompts import Encoder
+from lamp_eval.prompts import OppuEncoder
 from lamp_eval.records import Query, Record, User
 from lamp_eval.tasks import TASKS
 
@@ -77,8 +77,8 @@ def tokenizer():
     return make_tokenizer()
 
 
-def encoder(tokenizer, task="movie_tagging", **protocol) -> Encoder:
-    return Encoder(tokenizer, TASKS[task], ProtocolConfig(name="oppu", **protocol))
+def encoder(tokenizer, task="movie_tagging", **protocol) -> OppuEncoder:
+    return OppuEncoder(tokenizer, TASKS[task], ProtocolConfig(name="oppu", **protocol))
 
 
 def user(task: str, items, query: str, gold: str, user_id: str = "u") -> User:
@@ -147,7 +147,7 @@ def test_golden_prompts(tokenizer, task, k):
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_as_released_some_tasks_train_on_records_without_retrieval(tokenizer, task):
     person, content = golden(task)
-    encode = Encoder(tokenizer, TASKS[task], ProtocolConfig(name="oppu_released"))
+    encode = OppuEncoder(tokenizer, TASKS[task], ProtocolConfig(name="oppu_released"))
     k = 0 if task in ("citation", "tweet_paraphrase") else 1
     expected = content["expected"][f"history, k={k}"]
     assert [parts(tokenizer, e)[0] for e in encode.user_examples(person, 1)] == [
@@ -264,7 +264,7 @@ def test_recency_shows_the_record_before(tokenizer, movie_fan):
 def test_random_retrieval_is_seeded_per_run_and_user(tokenizer, movie_fan):
     def prompts(seed: int, user_id: str) -> list[tuple[int, ...]]:
         protocol = ProtocolConfig(name="oppu", retrieval="random")
-        encode = Encoder(tokenizer, TASKS["movie_tagging"], protocol, seed)
+        encode = OppuEncoder(tokenizer, TASKS["movie_tagging"], protocol, seed)
         return [e.tokens for e in encode.user_examples(replace(movie_fan, id=user_id), 1)]
 
     assert prompts(0, "u") == prompts(0, "u")

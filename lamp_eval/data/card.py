@@ -53,7 +53,8 @@ def data_card(task: Task, corpus: Corpus) -> dict[str, dict[str, Any]]:
 
 def _answers(task: Task, users: Sequence[User], queries: Sequence[Query]) -> dict[str, Any]:
     """Labels with their shares among golds and records; of texts, their lengths."""
-    of_records = [record.fields[task.gold_field] for user in users for record in user.history]
+    # Records of citation identification may name no paper cited.
+    of_records = [record.fields.get(task.gold_field, "") for u in users for record in u.history]
     of_queries = [query.gold for query in queries]
     if not task.labels:
         return {

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 
 from lamp_eval.config import DataConfig
-from lamp_eval.errors import UserError, raise_if_any
+from lamp_eval.data.checks import check_users
+from lamp_eval.data.profiles import read_profiles
+from lamp_eval.data.questions import ArrowUsers
+from lamp_eval.errors import UserError
 from lamp_eval.records import User
+from lamp_eval.seeds import user_seed
 from lamp_eval.tasks import Task
 
 
@@ -20,22 +25,27 @@ class Corpus:
 
     Attributes:
         users: the users to evaluate, in the order of the file.
-        task_users: the users whose examples train the task adapter.
+        task_users: the users whose examples train the task adapter, in the order of their ids; of
+            `data=lamp` made anew each time they are asked for.
         task_users_origin: `others` if those are different people; `evaluated` if they are the
             evaluated users themselves, of whom only the histories are used, never a query.
         synthetic: True if the texts were generated.
         n_records_left_out: records of all users that have no answer and teach nothing.
         checksum: SHA-256 over all users, histories, queries and golds that the run uses.
         files: SHA-256 of each file read, by path.
+        notes: what is odd in the data.
+        profiles: a text about each user, by user id; empty if there are none.
     """
 
     users: tuple[User, ...]
-    task_users: tuple[User, ...]
+    task_users: Sequence[User]
     task_users_origin: str
     synthetic: bool
     n_records_left_out: int
     checksum: str
     files: dict[str, str]
+    notes: tuple[str, ...] = ()
+    profiles: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_corpus(task: Task, data: DataConfig) -> Corpus:
@@ -44,114 +54,54 @@ def load_corpus(task: Task, data: DataConfig) -> Corpus:
     Raises:
         UserError: with all problems found in the input.
     """
-    from lamp_eval.data import oppu, sample
+    from lamp_eval.data import oppu, questions, sample
 
-    if data.source == "sample":
-        users, task_users = sample.generate(task, data)
-        files: dict[str, str] = {}
+    notes: list[str] = []
+    n_left_out = 0
+    users: Sequence[User]
+    task_users: Sequence[User]
+    files: dict[str, str] = {}
+    if data.source == "lamp":  # whose users are checked as they are read
+        found = questions.read(task, data, partial(_selected, data=data))
+        users, task_users, files = tuple(found.users), found.task_users, found.files
+        notes += found.notes
     else:
-        users, task_users, files = oppu.read(task, data)
-    users, n_left_out = _answered(users[: data.max_users], task)
+        if data.source == "sample":
+            all_users, task_users = sample.generate(task, data)
+        else:
+            all_users, task_users, files = oppu.read(task, data)
+        ids, lengths = [u.id for u in all_users], [len(u.history) for u in all_users]
+        chosen = tuple(all_users[i] for i in _selected(ids, lengths, data))
+        users, n_left_out = _answered(chosen, task)
+        sources = [*files, "data=sample"]  # the evaluated users' file first
+        notes += check_users(users, task, sources[0])
+        if task_users:
+            task_users, n_more = _answered(task_users, task)
+            n_left_out += n_more
+            notes += check_users(task_users, task, sources[min(1, len(sources) - 1)])
+            # Users in another order in a file are the same users.
+            task_users = tuple(sorted(task_users, key=lambda user: user.id))
     users = tuple(_newest(user, data) for user in users)
-    sources = [*files, "data=sample"]  # the evaluated users' file first
-    check_users(users, task, sources[0])
-    if task_users and data.task_users != "evaluated":
-        origin = "others"
-        task_users, n_more = _answered(task_users, task)
-        n_left_out += n_more
-        check_users(task_users, task, sources[min(1, len(sources) - 1)])
-    else:
-        origin, task_users = "evaluated", users
+    origin = "others"
+    if not task_users or data.task_users == "evaluated":
+        origin, task_users = "evaluated", tuple(sorted(users, key=lambda user: user.id))
+    if data.max_task_users is not None and origin == "others":
+        kept = sorted(_random_order(user_ids(task_users), data.seed)[: data.max_task_users])
+        task_users = _picked(task_users, kept)
+    profiles: dict[str, str] = {}
+    if data.profiles is not None:
+        profiles, files[data.profiles] = read_profiles(Path(data.profiles))
+        _check_profiles(profiles, [*user_ids(users), *user_ids(task_users)], data.profiles)
     return Corpus(
         users,
         task_users,
         origin,
         synthetic=data.source == "sample",
         n_records_left_out=n_left_out,
-        checksum=_checksum(users, task_users),
+        notes=tuple(notes),
+        profiles=profiles,
+        checksum=_checksum(users, task_users, profiles),
         files=files,
-    )
-
-
-def check_users(users: Sequence[User], task: Task, source: str) -> None:
-    """Raises `UserError` with every problem that would spoil a result.
-
-    An empty history is not a problem: such users are counted and served by the task arm.
-
-    Args:
-        users: in any order.
-        task: whose labels the golds must be.
-        source: the file, named in the messages.
-    """
-    problems = [
-        UserError(
-            expected="each user once",
-            found=f"{count} users with this id",
-            where=f"{source}, user {user_id!r}",
-            fix="merge them, or give them different ids",
-        )
-        for user_id, count in Counter(user.id for user in users).items()
-        if count > 1
-    ]
-    if not users:
-        problems.append(
-            UserError(
-                expected="at least one user",
-                found="none",
-                where=source,
-                fix="check data.dir and data.max_users",
-            )
-        )
-    query_owner: dict[str, str] = {}
-    for user in users:
-        if not user.queries:
-            problems.append(
-                UserError(
-                    expected="at least one query",
-                    found="none",
-                    where=f"{source}, user {user.id!r}, field 'query'",
-                    fix="add queries or remove the user",
-                )
-            )
-        for query in user.queries:
-            where = f"{source}, user {user.id!r}, query {query.id!r}"
-            if query.id in query_owner:
-                problems.append(
-                    UserError(
-                        expected="each query id once",
-                        found=f"it also belongs to user {query_owner[query.id]!r}",
-                        where=f"{where}, field 'id'",
-                        fix="make the ids unique",
-                    )
-                )
-            query_owner[query.id] = user.id
-            known = query.gold in task.labels if task.labels else bool(query.gold.strip())
-            if not known:
-                problems.append(_bad_answer(query.gold, task.labels, f"{where}, field 'gold'"))
-            if task.oppu.texts(query.input) is None:
-                problems.append(
-                    UserError(
-                        expected=f"a text of the form {task.oppu.input_pattern}",
-                        found=repr(query.input[:80]),
-                        where=f"{where}, field 'input'",
-                        fix=f"check that this is a file of the task {task.name}",
-                    )
-                )
-        labels = task.labels if task.labelled_records else ()
-        for position, record in enumerate(user.history):
-            answer = record.fields[task.gold_field]
-            if labels and answer not in labels:
-                where = f"{source}, user {user.id!r}, record {position}, field {task.gold_field!r}"
-                problems.append(_bad_answer(answer, labels, where))
-    raise_if_any(problems)
-
-
-def _bad_answer(found: str, labels: Sequence[str], where: str) -> UserError:
-    return UserError(
-        expected=f"one of {', '.join(labels)}" if labels else "a text",
-        found=repr(found),
-        where=where,
-        fix="correct it, or choose the task the file belongs to",
     )
 
 
@@ -175,9 +125,52 @@ def _newest(user: User, data: DataConfig) -> User:
     return replace(user, history=history, queries=queries)
 
 
-def _checksum(*groups: Iterable[User]) -> str:
+def user_ids(users: Sequence[User]) -> list[str]:
+    """The ids, without making users that are made when they are asked for."""
+    return users.ids if isinstance(users, ArrowUsers) else [user.id for user in users]
+
+
+def _picked(users: Sequence[User], positions: Sequence[int]) -> Sequence[User]:
+    if isinstance(users, ArrowUsers):
+        return users.pick(positions)
+    return tuple(users[i] for i in positions)
+
+
+def _selected(ids: Sequence[str], n_records: Sequence[int], data: DataConfig) -> list[int]:
+    """Positions of the users to evaluate, in the order of the file."""
+    order = list(range(len(ids)))
+    if data.select == "longest":
+        order.sort(key=lambda i: (-n_records[i], ids[i]))
+    elif data.select == "random":
+        order = _random_order(ids, data.seed)
+    return sorted(order[: data.max_users])
+
+
+def _random_order(ids: Sequence[str], seed: int) -> list[int]:
+    """Positions in an order that depends on seed and ids alone."""
+    return sorted(range(len(ids)), key=lambda i: (user_seed(seed, ids[i]), ids[i]))
+
+
+def _check_profiles(profiles: Mapping[str, str], ids: Sequence[str], where: str) -> None:
+    missing = [user_id for user_id in ids if user_id not in profiles]
+    if missing:
+        shown = ", ".join(map(repr, missing[:10])) + (", …" if len(missing) > 10 else "")
+        raise UserError(
+            expected="a text for each user, those of the task adapter included",
+            found=f"none for {len(missing)} of {len(ids)}: {shown}",
+            where=where,
+            fix="add them, or set data.task_users=evaluated",
+        )
+
+
+def _checksum(
+    users: Sequence[User], task_users: Sequence[User], profiles: Mapping[str, str]
+) -> str:
     digest = hashlib.sha256()
-    for group in groups:
+    for group in (users, task_users):
+        if isinstance(group, ArrowUsers):  # files have checksums of their own
+            digest.update(json.dumps(group.ids).encode())
+            continue
         for user in group:
             row = [
                 user.id,
@@ -186,4 +179,6 @@ def _checksum(*groups: Iterable[User]) -> str:
             ]
             digest.update(json.dumps(row, sort_keys=True).encode())
         digest.update(b"\n")
+    if profiles:
+        digest.update(json.dumps(dict(profiles), sort_keys=True).encode())
     return digest.hexdigest()

@@ -87,7 +87,7 @@ def pairs_of(
         UserError: a task is missing or unknown, or the ids differ; these are listed.
     """
     if task is not None:
-        named = [(task, _of_task(golds, task), _of_task(predictions, task))]
+        named = [(task, outputs_of(golds, task), outputs_of(predictions, task))]
     else:
         by_lamp_id = {task.lamp_id: task for task in TASKS.values()}
         for name, outputs in golds.items():
@@ -98,12 +98,32 @@ def pairs_of(
                     where=f"{outputs.where}, field 'task'",
                     fix="say which task it is with --task",
                 )
-        named = [(by_lamp_id[n], o, _of_task(predictions, by_lamp_id[n])) for n, o in golds.items()]
+        named = [
+            (by_lamp_id[n], o, outputs_of(predictions, by_lamp_id[n])) for n, o in golds.items()
+        ]
     raise_if_any([p for _, gold, prediction in named for p in _id_problems(gold, prediction)])
     return [
         (task, gold, Outputs({i: prediction.by_id[i] for i in gold.by_id}, prediction.where))
         for task, gold, prediction in named
     ]
+
+
+def outputs_of(found: Mapping[str, Outputs], task: Task) -> Outputs:
+    """The outputs of one task: by its id, or the only ones, if their id is of no other task.
+
+    Raises:
+        UserError: there are none of this task.
+    """
+    if task.lamp_id in found:
+        return found[task.lamp_id]
+    if len(found) == 1 and not {t.lamp_id for t in TASKS.values()} & set(found):
+        return next(iter(found.values()))
+    raise UserError(
+        expected=f"a file of the task {task.lamp_id}",
+        found=", ".join(name or "no task" for name in found),
+        where=", ".join(outputs.where for outputs in found.values()),
+        fix="add it, or say with --task which one is wanted",
+    )
 
 
 def read_users(path: Path) -> tuple[dict[str, str], dict[str, int]]:
@@ -241,19 +261,6 @@ def _outputs(found: Any, where: str) -> tuple[str, dict[str, str]]:
             by_id[query_id] = output
     raise_if_any(problems)
     return task, by_id
-
-
-def _of_task(found: Mapping[str, Outputs], task: Task) -> Outputs:
-    if task.lamp_id in found:
-        return found[task.lamp_id]
-    if len(found) == 1 and not {t.lamp_id for t in TASKS.values()} & set(found):
-        return next(iter(found.values()))
-    raise UserError(
-        expected=f"a file of the task {task.lamp_id}",
-        found=", ".join(name or "no task" for name in found),
-        where=", ".join(outputs.where for outputs in found.values()),
-        fix="add it, or say with --task which one is wanted",
-    )
 
 
 def _id_problems(golds: Outputs, predictions: Outputs) -> list[UserError]:

@@ -1,6 +1,6 @@
 """LaMP-1, personalized citation identification: which of two papers would this author cite?"""
 
-from lamp_eval.tasks.task import OppuPrompts, Task
+from lamp_eval.tasks.task import ChatPrompts, OppuPrompts, Task
 
 _QUESTION = (
     "Identify the most relevant reference for the listed publication by the researcher. "
@@ -13,6 +13,7 @@ TASK = Task(
     kind="label",
     text_field="title",
     gold_field="citation",
+    more_fields=("abstract",),
     labels=("[1]", "[2]"),
     labelled_records=False,  # a record names the paper cited
     answer_pattern=r"\[?\s*([12])\s*\]?",
@@ -33,5 +34,10 @@ TASK = Task(
         input_pattern=r'written the paper with the title "(.*)", which reference is related\?'
         r'.*?\[1\]: "(.*)"\s*\[2\]: "(.*)"',
         trains_alone=True,
+    ),
+    chat=ChatPrompts(
+        index_fields=("abstract", "title"),
+        record='- "{title}": {abstract}',
+        raw_fields=("title", "abstract"),
     ),
 )

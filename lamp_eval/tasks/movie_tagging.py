@@ -1,6 +1,6 @@
 """LaMP-2M, personalized movie tagging: which of 15 tags would this user give the movie?"""
 
-from lamp_eval.tasks.task import OppuPrompts, Task
+from lamp_eval.tasks.task import ChatPrompts, OppuPrompts, Task
 
 _QUESTION = (
     "Which tag does this movie relate to among the following tags? "
@@ -35,6 +35,7 @@ TASK = Task(
         "violence",
         "true story",
     ),
+    labels_pattern=r"tags: \[(.*?)\]",
     max_new_tokens=10,
     oppu=OppuPrompts(
         query_prompt=_QUESTION + _TAGS + "\n description: {} tag:",
@@ -43,5 +44,10 @@ TASK = Task(
         retrieval_query_train=_QUESTION + "\n description: {description}",
         retrieval_query_test=_QUESTION + "\n description: {}",
         input_pattern=r"\] description: (.*)",
+    ),
+    chat=ChatPrompts(
+        index_fields=("description",),
+        record='- Movie: "{description}" — tagged "{tag}"',
+        user_text=_QUESTION + _TAGS + " description: {}",
     ),
 )

@@ -1,6 +1,6 @@
 """LaMP-2N, personalized news categorization: under which of 15 heads would this author file it?"""
 
-from lamp_eval.tasks.task import OppuPrompts, Task
+from lamp_eval.tasks.task import ChatPrompts, OppuPrompts, Task
 
 _QUESTION = "Which category does this article relate to among the following categories?"
 _CATEGORIES = (
@@ -15,6 +15,7 @@ TASK = Task(
     kind="label",
     text_field="text",
     gold_field="category",
+    more_fields=("title",),
     labels=(
         "food & drink",
         "sports",
@@ -32,6 +33,7 @@ TASK = Task(
         "style & beauty",
         "healthy living",
     ),
+    labels_pattern=r"categories: \[(.*?)\]",
     max_new_tokens=10,
     oppu=OppuPrompts(
         query_prompt=_QUESTION + _CATEGORIES + " article: {} category:",
@@ -40,5 +42,11 @@ TASK = Task(
         retrieval_query_train=_QUESTION + " arcicle: {text}",  # sic
         retrieval_query_test=_QUESTION + " arcicle: {}",
         input_pattern=r"\] article: (.*)",
+    ),
+    chat=ChatPrompts(
+        index_fields=("text",),
+        record='- Article: "{title}": "{text}" — categorized "{category}"',
+        # The form of the benchmark's inputs; the harness had none for records.
+        user_text=_QUESTION + _CATEGORIES.rstrip() + " article: {}",
     ),
 )

@@ -1,6 +1,6 @@
 """LaMP-4, personalized news headline: how would this author title the article?"""
 
-from lamp_eval.tasks.task import OppuPrompts, Task
+from lamp_eval.tasks.task import ChatPrompts, OppuPrompts, Task
 
 _QUESTION = "Generate a headline for the following article"
 
@@ -18,5 +18,11 @@ TASK = Task(
         retrieval_query_train=_QUESTION + ": {text}",
         retrieval_query_test=_QUESTION + ": {}",
         input_pattern="Generate a headline for the following article: (.*)",
+    ),
+    chat=ChatPrompts(
+        index_fields=("text",),
+        record='- Article: "{text}" — the user\'s headline: "{title}"',
+        user_text="{}",
+        strips=True,
     ),
 )

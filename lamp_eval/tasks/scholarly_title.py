@@ -1,6 +1,6 @@
 """LaMP-5, personalized scholarly title: how would this author title the paper?"""
 
-from lamp_eval.tasks.task import OppuPrompts, Task
+from lamp_eval.tasks.task import ChatPrompts, OppuPrompts, Task
 
 _QUESTION = "Generate a title for the following abstract of a paper"
 
@@ -18,5 +18,10 @@ TASK = Task(
         retrieval_query_train=_QUESTION + ": {abstract}",
         retrieval_query_test=_QUESTION + ": {}",
         input_pattern="Generate a title for the following abstract of a paper: (.*)",
+    ),
+    chat=ChatPrompts(
+        index_fields=("abstract", "title"),
+        record='- "{title}": {abstract}',
+        user_text=_QUESTION + ": {}",
     ),
 )

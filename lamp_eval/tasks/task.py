@@ -44,6 +44,31 @@ class OppuPrompts:
         found = re.search(self.input_pattern, query_input, re.DOTALL)
         return found.groups() if found else None
 
+    def span(self, query_input: str) -> tuple[int, int]:
+        """Where the text stands in a query's input; all of it, if it is of another form."""
+        found = re.search(self.input_pattern, query_input, re.DOTALL)
+        return found.span(1) if found else (0, len(query_input))
+
+
+@dataclass(frozen=True)
+class ChatPrompts:
+    """The strings of one task in the protocol `lamp_chat`; a query's input is shown as it is.
+
+    Attributes:
+        index_fields: what of a record is searched: the first of these that is not empty.
+        record: a record as it is shown; `{field}` names a field.
+        user_text: asks for a record's answer; `{}` is the record's text. None: records teach no
+            answer, and an adapter learns to continue their text.
+        strips: whether white space around a record's text is removed in `user_text`.
+        raw_fields: the text to continue, where `user_text` is None.
+    """
+
+    index_fields: tuple[str, ...]
+    record: str
+    user_text: str | None = None
+    strips: bool = False
+    raw_fields: tuple[str, ...] = ()
+
 
 @dataclass(frozen=True)
 class Task:
@@ -56,11 +81,14 @@ class Task:
         text_field: the record's field with the text.
         gold_field: the record's field with the answer.
         max_new_tokens: upper bound of an answer's length in tokens, EOS included.
-        oppu: prompts of the per-user protocol.
+        oppu: prompts of the protocol `oppu`.
+        chat: prompts of the protocol `lamp_chat`; None: it has none.
+        more_fields: fields that records of some sources have besides text and answer.
         labels: all valid answers; none if the answer is free text.
         labelled_records: whether records carry the same labels as queries.
         answer_pattern: under the protocol's rules, finds an answer in an output; its group 1 is
             part of one label only. None: the label itself is looked for.
+        labels_pattern: finds the labels that an input lists, divided by ", ", as group 1.
     """
 
     name: str
@@ -70,9 +98,19 @@ class Task:
     gold_field: str
     max_new_tokens: int
     oppu: OppuPrompts
+    chat: ChatPrompts | None = None
+    more_fields: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     labelled_records: bool = True
     answer_pattern: str | None = None
+    labels_pattern: str | None = None
+
+    def listed_labels(self, query_input: str) -> list[str] | None:
+        """The labels that an input lists, in its own order; None: it lists none."""
+        if not self.labels_pattern:
+            return None
+        found = re.search(self.labels_pattern, query_input)
+        return found[1].split(", ") if found else None
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """LaMP-7, personalized tweet paraphrasing: how would this user have tweeted it?"""
 
-from lamp_eval.tasks.task import OppuPrompts, Task
+from lamp_eval.tasks.task import ChatPrompts, OppuPrompts, Task
 
 _QUESTION = "Paraphrase the following text into tweet without any explanation before or after it"
 
@@ -21,4 +21,5 @@ TASK = Task(
         "(.*)",
         trains_alone=True,
     ),
+    chat=ChatPrompts(index_fields=("text",), record='- "{text}"', raw_fields=("text",)),
 )

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from lamp_eval.config import DataConfig, ProtocolConfig
 from lamp_eval.data import load_corpus
-from lamp_eval.prompts import Encoder
+from lamp_eval.prompts import OppuEncoder
 from lamp_eval.retrieval import History
 from lamp_eval.tasks import TASKS
 
@@ -38,7 +38,7 @@ def main() -> None:
         n_queries=1,
     )
     users = load_corpus(task, data).users
-    encoder = Encoder(AutoTokenizer.from_pretrained(options.model), task, ProtocolConfig())
+    encoder = OppuEncoder(AutoTokenizer.from_pretrained(options.model), task, ProtocolConfig())
     documents = {
         user.id: [task.oppu.retrieval_history.format(**r.fields) for r in user.history]
         for user in users

@@ -1,25 +1,27 @@
 """The `oppu` protocol: raw-text prompts as token ids (OPPU, `OPPU.py` and `task_LoRA.py`).
 
 Training sees `[retrieved records + newline +] record_prompt + " " + answer + EOS`; evaluation sees
-`[retrieved records + newline +] query_prompt` and generates the answer.
+`[retrieved records + newline +] query_prompt` and generates the answer. A text about the user, if
+there is one, stands before all of it with a newline of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lamp_eval.config import ProtocolConfig
-from lamp_eval.errors import UserError
+from lamp_eval.errors import UserError, raise_if_any
+from lamp_eval.prompts.fit import Fitted, fit
 from lamp_eval.records import Example, Record, Request, User
-from lamp_eval.retrieval import History
+from lamp_eval.retrieval import Embed, History
 from lamp_eval.seeds import user_seed
 from lamp_eval.tasks import Task
 
 
 @dataclass(frozen=True)
-class Encoder:
+class OppuEncoder:
     """Builds token ids with one tokenizer, task and protocol.
 
     Args:
@@ -27,27 +29,50 @@ class Encoder:
         task: the task.
         protocol: its `max_tokens` bounds prompt + answer.
         seed: of random retrieval.
+        embed: of dense retrieval.
+        profiles: by user id, a text about the user for all their prompts.
     """
 
     tokenizer: Any
     task: Task
     protocol: ProtocolConfig
     seed: int = 0
+    embed: Embed | None = None
+    profiles: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Upper bound of an answer's length in tokens, EOS included."""
+        return self.task.max_new_tokens
+
+    @property
+    def eos_token_id(self) -> int:
+        """What ends an answer."""
+        return int(self.tokenizer.eos_token_id)
+
+    def answer_text(self, tokens: Sequence[int]) -> str:
+        """The answer that generated tokens stand for."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def user_examples(self, user: User, k: int) -> list[Example]:
         """One training example per record, each retrieving among the records before it.
 
         In `oppu_released`, citation identification and tweets retrieve nothing here, although they
         do in evaluation.
+
+        Raises:
+            UserError: records without an answer to learn, or an instruction that is too long.
         """
         oppu, words = self.task.oppu, self.protocol.train_words
         if oppu.trains_alone and self.protocol.name == "oppu_released":
             k = 0
+        self._check_answers(user)
         records = [_first_words(record, words) for record in user.history]
-        history = self._history(user, records)
+        history, documents = self._history(user, records)
         return [
             self._example(
-                history.retrieve(oppu.retrieval_query_train.format(**fields), k, before=i),
+                user,
+                _shown(history.retrieve(search, k, before=i), documents),
                 lambda text, fields=fields: oppu.record_prompt.format(  # type: ignore[misc]
                     **{**fields, self.task.text_field: text}
                 ),
@@ -56,6 +81,7 @@ class Encoder:
                 f"user {user.id!r}, record {i}",
             )
             for i, fields in enumerate(records)
+            for search in [oppu.retrieval_query_train.format(**fields)]
         ]
 
     def query_examples(self, user: User, k: int) -> list[Example]:
@@ -63,9 +89,13 @@ class Encoder:
 
         As released, the query keeps `train_words` and the retrieved records `eval_words`; with
         options, it stays as it is.
+
+        Raises:
+            UserError: an instruction that is too long.
         """
         return [
             self._example(
+                user,
                 retrieved,
                 self._query_prompt(options),
                 text if options else _cut(text, self.protocol.train_words),
@@ -76,19 +106,35 @@ class Encoder:
         ]
 
     def requests(self, user: User, k: int) -> list[Request]:
-        """One request per query, retrieving in the whole history."""
-        room = self.protocol.max_tokens - self.task.max_new_tokens
+        """One request per query, retrieving in the whole history.
+
+        Raises:
+            UserError: an instruction that is too long.
+        """
+        room = self.protocol.max_tokens - self.max_new_tokens
         requests = []
         for query_id, text, options, gold, retrieved in self._queries(user, k):
-            _, prompt_ids, n_cut_words = self._fit(
-                retrieved,
-                self._query_prompt(options),
-                text,
-                room,
-                f"user {user.id!r}, query {query_id!r}",
+            where = f"user {user.id!r}, query {query_id!r}"
+            _, found = self._fit(user, retrieved, self._query_prompt(options), text, room, where)
+            requests.append(
+                Request(user.id, query_id, tuple(found.ids), gold, n_cut_words=found.n_cut_words)
             )
-            requests.append(Request(user.id, query_id, tuple(prompt_ids), gold, n_cut_words))
         return requests
+
+    def _check_answers(self, user: User) -> None:
+        gold = self.task.gold_field
+        raise_if_any(
+            [
+                UserError(
+                    expected=f"a field {gold!r}, the answer that an adapter learns",
+                    found=f"only {', '.join(record.fields)}",
+                    where=f"user {user.id!r}, record {i}",
+                    fix="choose protocol=lamp_chat, or data=oppu, whose records have it",
+                )
+                for i, record in enumerate(user.history)
+                if gold not in record.fields
+            ]
+        )
 
     def _query_prompt(self, options: Sequence[str]) -> Callable[[str], str]:
         return lambda text: self.task.oppu.query_prompt.format(text, *options)
@@ -98,22 +144,27 @@ class Encoder:
     ) -> Iterator[tuple[str, str, tuple[str, ...], str, list[str]]]:
         """Query id, text, options, gold and retrieved documents of each query."""
         oppu, words = self.task.oppu, self.protocol.eval_words
-        history = self._history(user, [_first_words(record, words) for record in user.history])
+        records = [_first_words(record, words) for record in user.history]
+        history, documents = self._history(user, records)
         for query in user.queries:
             text, *options = oppu.texts(query.input) or (query.input,)
             search = oppu.retrieval_query_test.format(text)
-            retrieved = history.retrieve(search, k, before=len(user.history))
+            retrieved = _shown(history.retrieve(search, k, before=len(documents)), documents)
             yield query.id, text, tuple(options), query.gold, retrieved
 
-    def _history(self, user: User, records: Sequence[dict[str, str]]) -> History:
-        return History(
-            [self.task.oppu.retrieval_history.format(**fields) for fields in records],
+    def _history(self, user: User, records: Sequence[dict[str, str]]) -> tuple[History, list[str]]:
+        documents = [self.task.oppu.retrieval_history.format(**fields) for fields in records]
+        history = History(
+            documents,
             self.protocol.retrieval,
+            embed=self.embed,
             seed=user_seed(self.seed, user.id),
         )
+        return history, documents
 
     def _example(
         self,
+        user: User,
         retrieved: Sequence[str],
         prompt_of: Callable[[str], str],
         text: str,
@@ -121,65 +172,38 @@ class Encoder:
         where: str,
     ) -> Example:
         n_answer = len(self._ids(" " + answer, special=False)) + 1
-        prompt, prompt_ids, _ = self._fit(
-            retrieved, prompt_of, text, self.protocol.max_tokens - n_answer, where
-        )
+        room = self.protocol.max_tokens - n_answer
+        prompt, found = self._fit(user, retrieved, prompt_of, text, room, where)
         full_ids = self._ids(prompt + " " + answer)
-        if full_ids[: len(prompt_ids)] != prompt_ids:
+        if full_ids[: len(found.ids)] != found.ids:
             # The tokenizer merges across the border: train on what generation will start from.
-            full_ids = prompt_ids + self._ids(" " + answer, special=False)
-        return Example((*full_ids, self.tokenizer.eos_token_id), len(prompt_ids))
+            full_ids = found.ids + self._ids(" " + answer, special=False)
+        return Example((*full_ids, self.tokenizer.eos_token_id), len(found.ids))
 
     def _fit(
         self,
+        user: User,
         retrieved: Sequence[str],
         prompt_of: Callable[[str], str],
         text: str,
         max_tokens: int,
         where: str,
-    ) -> tuple[str, list[int], int]:
-        """The prompt in at most `max_tokens` tokens, these, and how many words were cut for that.
+    ) -> tuple[str, Fitted]:
+        """The prompt in at most `max_tokens` tokens, and what is left of its parts."""
+        profile = self.profiles.get(user.id)
+        about = profile + "\n" if profile else ""
 
-        Words are cut from the end of the retrieved documents first, then from the middle of the
-        item's text; the instruction and the answer are never cut.
-        """
+        def prompt(documents: str, text: str) -> str:
+            return about + (documents + "\n" if documents else "") + prompt_of(text)
 
-        def prompt(shown: Sequence[str], text: str) -> str:
-            return ("".join(shown) + "\n" if shown else "") + prompt_of(text)
-
-        def fits(candidate: str) -> bool:
-            return len(self._ids(candidate)) <= max_tokens
-
-        def fitted(shown: Sequence[str], text: str, n_cut: int) -> tuple[str, list[int], int]:
-            found = prompt(shown, text)
-            return found, self._ids(found), n_cut
-
-        whole = prompt(retrieved, text)
-        whole_ids = self._ids(whole)
-        if len(whole_ids) <= max_tokens:
-            return whole, whole_ids, 0
-        documents = "".join(retrieved).split(" ")
-        kept = _largest(
-            len(documents), lambda n: fits(prompt([" ".join(documents[:n])] if n else [], text))
+        found = fit(
+            lambda documents, text: self._ids(prompt(documents, text)),
+            "".join(retrieved),
+            text,
+            max_tokens=max_tokens,
+            where=where,
         )
-        if kept is not None:
-            shown = [" ".join(documents[:kept])] if kept else []
-            return fitted(shown, text, len(documents) - kept)
-        words = text.split(" ")
-
-        def without_middle(n: int) -> str:
-            return " ".join(words[: (n + 1) // 2] + words[len(words) - n // 2 :])
-
-        kept = _largest(len(words), lambda n: fits(prompt([], without_middle(n))))
-        if kept is None:
-            raise UserError(
-                expected=f"an instruction of at most {max_tokens} tokens",
-                found=f"{len(self._ids(prompt([], '')))} tokens without any text",
-                where=f"{where}, option protocol.max_tokens",
-                fix="raise protocol.max_tokens",
-            )
-        n_documents = len(documents) if retrieved else 0
-        return fitted([], without_middle(kept), n_documents + len(words) - kept)
+        return prompt(found.documents, found.text), found
 
     def _ids(self, text: str, *, special: bool = True) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special)
@@ -189,20 +213,13 @@ class Encoder:
         return ids
 
 
+def _shown(positions: Sequence[int], documents: Sequence[str]) -> list[str]:
+    return [documents[i] for i in positions]
+
+
 def _first_words(record: Record, n_words: int) -> dict[str, str]:
     return {name: _cut(value, n_words) for name, value in record.fields.items()}
 
 
 def _cut(text: str, n_words: int) -> str:
     return " ".join(text.split()[:n_words])
-
-
-def _largest(upper: int, ok: Callable[[int], bool]) -> int | None:
-    """The largest n in 0…upper with `ok(n)`, which holds up to some n; None if for none."""
-    if not ok(0):
-        return None
-    low, high = 0, upper
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if ok(middle) else (low, middle - 1)
-    return low
