@@ -76,6 +76,14 @@ class ChatEncoder:
         return self.task.chat
 
     @cached_property
+    def _template(self) -> str:
+        """The tokenizer's template on the pinned date, or its prompts would change every day."""
+        today = date.fromisoformat(self.protocol.date)
+        parts = "".join(f"|replace('%{c}', '{today.strftime('%' + c)}')" for c in "aAbBdjmUwWxyY")
+        macro = f"{{%- macro strftime_now(form) -%}}{{{{ form{parts} }}}}{{%- endmacro -%}}"
+        return macro + str(self.tokenizer.get_chat_template())
+
+    @cached_property
     def max_new_tokens(self) -> int:
         """Upper bound of an answer's length in tokens, EOS included; the longest label fits."""
         labels = [len(self._ids(label)) + 1 for label in self.task.labels]
@@ -224,16 +232,14 @@ class ChatEncoder:
     def _render(self, messages: list[dict[str, str]]) -> str:
         import jinja2
 
-        today = date.fromisoformat(self.protocol.date)
         try:
             return str(
                 self.tokenizer.apply_chat_template(
                     messages,
+                    chat_template=self._template,
                     tokenize=False,
                     add_generation_prompt=messages[-1]["role"] != "assistant",
                     enable_thinking=False,
-                    # Takes the place of the templates' own, or prompts would change every day.
-                    strftime_now=today.strftime,
                 )
             )
         except jinja2.TemplateError as error:
