@@ -189,6 +189,18 @@ def test_thinking_is_off_and_the_date_is_pinned():
     assert tokenizer.decode(example.tokens[example.answer_start :]) == "action<eos>"
 
 
+@pytest.mark.parametrize(
+    "start", ["", "\n", "\n\n  ", "  {% if true %}\n  {% endif %}", "\n {% set x = 1 %}"]
+)
+def test_pinning_the_date_changes_nothing_else(start):
+    tokenizer = chat_tokenizer(start + CHATML)
+    (request,) = encoder(tokenizer).requests(movie_fan(), 0)
+    message = {"role": "user", "content": movie_fan().queries[0].input}
+    assert tokenizer.decode(request.prompt) == tokenizer.apply_chat_template(
+        [message], tokenize=False, add_generation_prompt=True
+    )
+
+
 def test_the_template_decides_what_ends_an_answer():
     from tokenizers import AddedToken
 

@@ -119,14 +119,19 @@ def _user(row: Any, index: int, path: Path, task: Task, problems: list[UserError
 
     user_id = text(row, "user_id", f"user {index}")
     where = f"user {user_id or index!r}"
+
+    def record(item: Any, where: str) -> Record:
+        needed = task.text_field, task.gold_field
+        fields = {
+            name: text(item, name, where)
+            for name in task.record_fields
+            if name in needed or (isinstance(item, dict) and name in item)
+        }
+        dated = isinstance(item, dict) and "date" in item
+        return Record(fields, text(item, "date", where) if dated else "")
+
     history = tuple(
-        Record(
-            {
-                name: text(item, name, f"{where}, record {i}")
-                for name in (task.text_field, task.gold_field)
-            }
-        )
-        for i, item in enumerate(items("profile", where))
+        record(item, f"{where}, record {i}") for i, item in enumerate(items("profile", where))
     )
     queries = tuple(
         Query(*(text(item, name, f"{where}, query {i}") for name in ("id", "input", "gold")))

@@ -278,9 +278,8 @@ def _table(task: Task, path: Path, sha256: str) -> Any:
 def _write_table(task: Task, path: Path, target: Path) -> None:
     import pyarrow as pa
 
-    fields = dict.fromkeys((task.text_field, task.gold_field, *task.more_fields))
     text = pa.string()
-    profile = pa.struct([(name, text) for name in (*fields, "date")])
+    profile = pa.struct([(name, text) for name in (*task.record_fields, "date")])
     schema = pa.schema(
         {
             "id": text,
@@ -350,7 +349,7 @@ def _record(task: Task, item: Any, where: str, problems: list[UserError]) -> dic
     item = item if isinstance(item, dict) else {}
     needed = {task.text_field} | ({task.gold_field} if task.labelled_records else set())
     record = {}
-    for name in (task.text_field, task.gold_field, *task.more_fields, "date"):
+    for name in (*task.record_fields, "date"):
         value = item.get(name)
         if isinstance(value, int) and not isinstance(value, bool):
             value = str(value)

@@ -80,7 +80,7 @@ class ChatEncoder:
         """The tokenizer's template on the pinned date, or its prompts would change every day."""
         today = date.fromisoformat(self.protocol.date)
         parts = "".join(f"|replace('%{c}', '{today.strftime('%' + c)}')" for c in "aAbBdjmUwWxyY")
-        macro = f"{{%- macro strftime_now(form) -%}}{{{{ form{parts} }}}}{{%- endmacro -%}}"
+        macro = f"{{%- macro strftime_now(form) -%}}{{{{ form{parts} }}}}{{%- endmacro %}}\n"
         return macro + str(self.tokenizer.get_chat_template())
 
     @cached_property

@@ -113,6 +113,11 @@ class Task:
         return found[1].split(", ") if found else None
 
     @property
+    def record_fields(self) -> tuple[str, ...]:
+        """All fields that a record may have, each once."""
+        return tuple(dict.fromkeys((self.text_field, self.gold_field, *self.more_fields)))
+
+    @property
     def metrics(self) -> tuple[str, ...]:
         """Names of the metrics reported, the main one first."""
         return METRICS[self.kind]
