@@ -154,6 +154,7 @@ def test_a_record_sees_records_of_strictly_earlier_dates(tokenizer):
     assert shown(movie_fan(dates=("", "", "", ""))) == [0, 1, 2, 3]
     assert shown(movie_fan(dates=("2001", "", "2002", "2003"))) == [0, 1, 2, 3]
     assert shown(movie_fan(dates=("2001",) * 4)) == [0, 0, 0, 0]
+    assert shown(movie_fan(dates=("2009", "2001", "2002", "2003"))) == [0, 1, 2, 3]
 
 
 def test_without_records_there_is_no_system_message(tokenizer):

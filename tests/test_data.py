@@ -219,7 +219,7 @@ def test_integers_and_unused_fields_are_read(write):
     row["extra"] = None
     (user,) = load_corpus(RATINGS, write([row])).users
     assert user.id == "7"
-    assert user.history[0] == Record({"text": "t", "score": "3"})
+    assert user.history[0] == Record({"text": "t", "score": "3"}, date="20200101")
     assert user.queries[0].gold == "2"
 
 
@@ -251,7 +251,9 @@ def test_citation_records_name_a_paper_and_queries_an_option(tmp_path):
     history = [{"title": "Old", "citation": "Cited paper", "abstract": "x", "id": 1}]
     task = TASKS["citation"]
     corpus = load_corpus(task, task_file(tmp_path, task, history, [(question, "[2]")]))
-    assert corpus.users[0].history == (Record({"title": "Old", "citation": "Cited paper"}),)
+    assert corpus.users[0].history == (
+        Record({"title": "Old", "citation": "Cited paper", "abstract": "x"}),
+    )
     with pytest.raises(UserError, match=r"one of \[1\], \[2\]"):
         load_corpus(task, task_file(tmp_path, task, history, [(question, "2")]))
 

@@ -347,15 +347,15 @@ def _record(task: Task, item: Any, where: str, problems: list[UserError]) -> dic
     Records of citation identification name no paper cited.
     """
     item = item if isinstance(item, dict) else {}
-    needed = {task.text_field} | ({task.gold_field} if task.labelled_records else set())
     record = {}
     for name in (*task.record_fields, "date"):
         value = item.get(name)
         if isinstance(value, int) and not isinstance(value, bool):
             value = str(value)
+        needed = name == task.text_field or (name == task.gold_field and task.labelled_records)
         if isinstance(value, str):
             record[name] = value
-        elif value is not None or name in needed:
+        elif value is not None or needed:
             problems.append(_wrong(value, "a string or an integer", f"{where}, field {name!r}"))
     return record | {"date": record.get("date", "")}
 

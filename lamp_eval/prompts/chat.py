@@ -7,6 +7,7 @@ the assistant's is the answer. There is no system message where there is no reco
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -267,10 +268,8 @@ def _trimmed(text: str, n_chars: int | None) -> str:
 
 
 def _n_earlier(history: Sequence[Record]) -> list[int]:
-    """How many records are strictly earlier than each; the history is in order."""
-    positions = list(range(len(history)))
-    if all(record.date for record in history):
-        for i in positions[1:]:
-            if history[i].date == history[i - 1].date:
-                positions[i] = positions[i - 1]
+    """How many records are strictly earlier than each: by date, if all have one, in order."""
+    dates, positions = [record.date for record in history], list(range(len(history)))
+    if all(dates) and dates == sorted(dates):
+        positions = [bisect_left(dates, own) for own in dates]
     return positions
