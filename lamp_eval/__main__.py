@@ -20,7 +20,8 @@ from rich.console import Console
 from lamp_eval import display
 from lamp_eval.config import RunConfig
 from lamp_eval.errors import UserError, fail
-from lamp_eval.results import RunRecord
+from lamp_eval.published import paper_table
+from lamp_eval.results import RunRecord, write_csv
 
 _HERE = Path(__file__).resolve().parent
 # In the source tree conf/ stands beside the package; an installed wheel carries it inside.
@@ -80,7 +81,9 @@ def main() -> None:
             fix="free some space or set output_dir=…; the same command then continues",
         )
         fail(str(problem))
-    if len(_finished) > 1:
+    if _finished and (suite := _finished[0].config["suite"]):
+        _show_suite(suite)
+    elif len(_finished) > 1:
         from lamp_eval.leaderboard import main_rows
 
         rows = main_rows(row for record in _finished for row in record.leaderboard)
@@ -90,6 +93,15 @@ def main() -> None:
         )
     if _mistakes:
         fail("\n".join(dict.fromkeys(str(mistake) for mistake in _mistakes)))
+
+
+def _show_suite(suite: str) -> None:
+    """The paper's table from the jobs of this sweep, which are also kept as a file."""
+    lines = paper_table(suite, (row for record in _finished for row in record.leaderboard))
+    display.show_paper_table(console, suite, lines)
+    path = Path(_finished[0].config["output_dir"]) / f"{suite}.csv"
+    write_csv(path, tuple(lines[0]), lines)
+    console.print(f"table: {path}", style="bold", soft_wrap=True)
 
 
 def _composition_message(error: Exception) -> str:

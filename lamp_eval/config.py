@@ -136,6 +136,7 @@ class RunConfig:
     """Everything that determines a run."""
 
     name: str = MISSING  # of the experiment; names the folder in output_dir
+    suite: str | None = None  # table7 | table8, if the run is part of one
     task: str = MISSING
     setting: str = MISSING
     arms: list[str] = field(default_factory=list)

@@ -82,6 +82,29 @@ def show_leaderboard(
     console.print(table)
 
 
+def show_paper_table(console: Console, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
+    """A table in the paper's shape, our numbers above the published ones."""
+    synthetic = ", ours of SYNTHETIC users" if any(line["synthetic"] for line in lines) else ""
+    table = Table(title=f"the paper's {name}{synthetic}", title_justify="left", title_style="bold")
+    columns = [column for column in lines[0] if column != "synthetic"]
+    for column in columns:
+        table.add_column(column, justify="left" if column in columns[:3] else "right")
+    for line in lines:
+        if line["whose"] == "ours":
+            table.add_section()
+        cells = [_paper_cell(column, line[column]) for column in columns]
+        table.add_row(*cells, style="bold" if line["whose"] == "ours" else "")
+    console.print(table)
+
+
+def _paper_cell(column: str, value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    if column in ("n", "users", "queries/user"):
+        return f"{value:.2g}" if value < 10 else f"{value:.0f}"
+    return f"{value:+.3f}" if column.startswith("Δ") else f"{value:.3f}"
+
+
 def show_card(console: Console, card: Mapping[str, Mapping[str, object]], *, title: str) -> None:
     """The data card, a section after the other; problems that are there stand out."""
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False)

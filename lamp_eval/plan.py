@@ -157,7 +157,7 @@ class Plan:
     def task_examples(self) -> list[Example]:
         """Stage 1's examples: other users' queries, or else the evaluated users' records."""
         of = (
-            self.encoder.query_examples
+            self.encoder.task_examples
             if self.corpus.task_users_origin == "others"
             else self.encoder.user_examples
         )

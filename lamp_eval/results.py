@@ -92,8 +92,8 @@ def write_run(
     for arm, rows in predictions.items():
         lines = [json.dumps(_prediction_row(row), ensure_ascii=False) + "\n" for row in rows]
         _write(run_dir / "predictions" / f"{arm}.jsonl", lines)
-    _write_csv(run_dir / "users.csv", tuple(users[0]), users)
-    _write_csv(run_dir / "leaderboard.csv", LEADERBOARD_COLUMNS, record.leaderboard)
+    write_csv(run_dir / "users.csv", tuple(users[0]), users)
+    write_csv(run_dir / "leaderboard.csv", LEADERBOARD_COLUMNS, record.leaderboard)
     _write(run_dir / RUN_FILE, [record.model_dump_json(indent=2) + "\n"])
 
 
@@ -151,7 +151,7 @@ def rebuild_leaderboard(output_dir: Path) -> tuple[Path, list[str]]:
             field = ".".join(map(str, first["loc"]))
             unreadable.append(f"{path}: not a run record of this version: {field} {first['msg']}")
     path = output_dir / "leaderboard.csv"
-    _write_csv(path, LEADERBOARD_COLUMNS, rows)
+    write_csv(path, LEADERBOARD_COLUMNS, rows)
     return path, unreadable
 
 
@@ -179,8 +179,8 @@ def _prediction_row(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Full precision, an absent value is empty."""
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes rows in full precision; an absent value is empty."""
     with tempfile.NamedTemporaryFile(
         "w", newline="", encoding="utf-8", dir=path.parent, prefix=".partial-", delete=False
     ) as file:

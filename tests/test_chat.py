@@ -113,8 +113,7 @@ def test_golden_prompts(tokenizer, task, k):
         else:
             assert parts(tokenizer, example) == (rendered(system, user), answer + "<eos>")
     system, user, answer = expected[f"query, k={k}"]
-    (example,) = encode.query_examples(person, k)
-    assert parts(tokenizer, example) == (rendered(system, user), answer + "<eos>")
+    assert encode.task_examples(person, k) == found  # the paper's are of records
     (request,) = encode.requests(person, k)
     assert tokenizer.decode(request.prompt) == rendered(system, user)
     assert (request.gold, request.n_cut_words) == (answer, 0)
@@ -185,9 +184,11 @@ def test_thinking_is_off_and_the_date_is_pinned():
     (later,) = encoder(tokenizer, date="2025-07-09").requests(movie_fan(), 0)
     assert tokenizer.decode(later.prompt) == text.replace("08 July", "09 July")
     # Training continues exactly what generation starts from.
-    (example,) = encoder(tokenizer, date="2025-07-08").query_examples(movie_fan(), 0)
-    assert example.tokens[: example.answer_start] == request.prompt
-    assert tokenizer.decode(example.tokens[example.answer_start :]) == "action<eos>"
+    example = encoder(tokenizer, date="2025-07-08").user_examples(movie_fan(), 0)[2]
+    prompt, answer = parts(tokenizer, example)
+    assert prompt.startswith("Today Date: 08 July 2025 /no_think")
+    assert prompt.endswith("<|assistant|><think>\n\n</think>\n")
+    assert answer == "action<eos>"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def test_the_template_decides_what_ends_an_answer():
     tokenizer.add_tokens([AddedToken("<end>", special=True)], special_tokens=True)
     encode = encoder(tokenizer)
     assert encode.eos_token_id == tokenizer.convert_tokens_to_ids("<end>") != tokenizer.eos_token_id
-    (example,) = encode.query_examples(movie_fan(), 0)
+    example = encode.user_examples(movie_fan(), 0)[0]
     assert example.tokens[-1] == encode.eos_token_id
 
 

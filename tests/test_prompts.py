@@ -137,7 +137,7 @@ def test_golden_prompts(tokenizer, task, k):
         [prompt, answer + EOS] for prompt, answer in expected[f"history, k={k}"]
     ]
     prompt, answer = expected[f"query, k={k}"]
-    (example,) = encode.query_examples(person, k)
+    (example,) = encode.task_examples(person, k)
     assert parts(tokenizer, example) == (prompt, answer + EOS)
     (request,) = encode.requests(person, k)
     assert tokenizer.decode(request.prompt) == prompt
@@ -206,7 +206,7 @@ def test_movie_examples_without_retrieval(tokenizer, movie_fan):
     assert [parts(tokenizer, e) for e in examples] == [
         (MOVIE.format(text), f" {tag}{EOS}") for text, tag in MOVIES
     ]
-    (example,) = encoder(tokenizer).query_examples(movie_fan, 0)
+    (example,) = encoder(tokenizer).task_examples(movie_fan, 0)
     assert parts(tokenizer, example) == (
         MOVIE.format("strangers dream at midnight"),
         f" romance{EOS}",
@@ -224,7 +224,7 @@ def test_movie_examples_with_one_retrieved_record(tokenizer, movie_fan):
         first + MOVIE.format("young dragons storm the castle"),
     ]
     assert [parts(tokenizer, e)[1] for e in examples] == [f" {tag}{EOS}" for _, tag in MOVIES]
-    (example,) = encoder(tokenizer).query_examples(movie_fan, 1)
+    (example,) = encoder(tokenizer).task_examples(movie_fan, 1)
     query_prompt = second + MOVIE.format("strangers dream at midnight")
     assert parts(tokenizer, example) == (query_prompt, f" romance{EOS}")
     (request,) = encoder(tokenizer).requests(movie_fan, 1)
@@ -245,7 +245,7 @@ def test_rating_examples(tokenizer, shopper, k):
     prompt = RATING.format("poor sound from the cable")
     if k:
         prompt = "review: average sound poor cable score: 3\n\n" + prompt
-    (example,) = encode.query_examples(shopper, k)
+    (example,) = encode.task_examples(shopper, k)
     assert parts(tokenizer, example) == (prompt, f" 3{EOS}")
     (request,) = encode.requests(shopper, k)
     assert tokenizer.decode(request.prompt) == prompt
@@ -305,7 +305,7 @@ def test_training_and_evaluation_see_the_same_prompt(tokenizer, task, k):
     trained = encode.user_examples(user(task, items, "x", label), k)[-1]
     person = user(task, items[:-1], text, label)
     (asked,) = encode.requests(person, k)
-    (task_example,) = encode.query_examples(person, k)
+    (task_example,) = encode.task_examples(person, k)
     assert trained.tokens[: trained.answer_start] == asked.prompt
     assert task_example == trained
 
@@ -329,7 +329,7 @@ def test_special_tokens(template, movie_fan):
     tokenizer = make_tokenizer(template=template)
     encode = encoder(tokenizer)
     n_bos = int(BOS in template)
-    examples = encode.user_examples(movie_fan, 1) + encode.query_examples(movie_fan, 1)
+    examples = encode.user_examples(movie_fan, 1) + encode.task_examples(movie_fan, 1)
     for example, (_, tag) in zip(examples, (*MOVIES, ("", "romance")), strict=True):
         prompt = example.tokens[: example.answer_start]
         assert example.tokens.count(tokenizer.bos_token_id) == n_bos
@@ -426,7 +426,7 @@ def test_one_word_longer_than_the_limit_is_cut(tokenizer):
     assert request.n_cut_words == 1
 
 
-@pytest.mark.parametrize("method", ["user_examples", "query_examples", "requests"])
+@pytest.mark.parametrize("method", ["user_examples", "task_examples", "requests"])
 def test_an_instruction_that_does_not_fit_is_the_users_mistake(tokenizer, movie_fan, method):
     encode = encoder(tokenizer, max_tokens=64)
     with pytest.raises(UserError) as error:
@@ -454,7 +454,7 @@ def test_words_are_cut_at_768_in_training_and_368_in_evaluation(tokenizer):
     assert tokenizer.decode(request.prompt) == (
         f"review: {' '.join(words[:368])} score: 4\n\n" + RATING.format(" ".join(words))
     )
-    (example,) = encode.query_examples(person, 0)
+    (example,) = encode.task_examples(person, 0)
     assert parts(tokenizer, example)[0] == RATING.format(in_training)
     assert ProtocolConfig().train_words == 768
     assert ProtocolConfig().eval_words == 368
@@ -467,7 +467,7 @@ def test_records_are_never_changed(tokenizer):
     encode = encoder(tokenizer, "product_rating", max_tokens=3000)
     examples = encode.user_examples(person, 1)
     requests = encode.requests(person, 1)
-    encode.query_examples(person, 1)
+    encode.task_examples(person, 1)
     assert person == before
     # In any order the same: evaluation does not see twice-cut text.
     assert encode.requests(person, 1) == requests

@@ -130,16 +130,9 @@ class ChatEncoder:
             examples.append(self._example(user, retrieved, (before, text, after), answer, where))
         return examples
 
-    def query_examples(self, user: User, k: int) -> list[Example]:
-        """One training example per query, retrieving in the whole history.
-
-        Raises:
-            UserError: an instruction that is too long, or a template that fails.
-        """
-        return [
-            self._example(user, retrieved, parts, gold, f"user {user.id!r}, query {query_id!r}")
-            for query_id, parts, gold, retrieved in self._queries(user, k)
-        ]
+    def task_examples(self, user: User, k: int) -> list[Example]:
+        """The task adapter's examples: of the records of its users, as the paper has it."""
+        return self.user_examples(user, k)
 
     def requests(self, user: User, k: int) -> list[Request]:
         """One request per query, retrieving in the whole history.

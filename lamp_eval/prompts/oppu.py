@@ -84,8 +84,8 @@ class OppuEncoder:
             for search in [oppu.retrieval_query_train.format(**fields)]
         ]
 
-    def query_examples(self, user: User, k: int) -> list[Example]:
-        """One training example per query, retrieving in the whole history (the task adapter's).
+    def task_examples(self, user: User, k: int) -> list[Example]:
+        """The task adapter's examples: one per query, retrieving in the whole history.
 
         As released, the query keeps `train_words` and the retrieved records `eval_words`; with
         options, it stays as it is.
