@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lamp_eval import display, environment
-from lamp_eval.child import Child
 from lamp_eval.errors import UserError
 from lamp_eval.metrics import score_output
 from lamp_eval.plan import Plan, Unit
@@ -39,13 +38,12 @@ class Pipeline:
     def __init__(self, plan: Plan, console: Console) -> None:
         self.plan, self.console = plan, console
         self.stages: list[StageRecord] = []
-        self._child = Child()
         self._peak_with_child = 0  # bytes
         self._loaded: tuple[str, Any] | None = None
 
     def execute(self, progress: Progress) -> None:
         """Computes what is missing, in order; each unit is kept as soon as it is done."""
-        with self._child:
+        with self.plan.child:
             if self.plan.task_unit:
                 self._build(
                     progress, [self.plan.task_unit], "task adapter", self._train_task_adapter
@@ -94,7 +92,7 @@ class Pipeline:
 
     def _train_task_adapter(self, unit: Unit, folder: Path, progress: Progress, bar: Any) -> None:
         with _step_bar(progress, "  loading torch") as show_step:
-            self._child.run(
+            self.plan.child.run(
                 "recipes.task_adapter:train_task_adapter",
                 self.plan.model.path,
                 self.plan.task_examples,
@@ -112,7 +110,7 @@ class Pipeline:
             adapter = self.plan.config.adapter.task.path or str(
                 self.plan.store.path(self.plan.task_unit.stage, self.plan.task_unit.key)  # type: ignore[union-attr]
             )
-        error = self._child.run(
+        error = self.plan.child.run(
             "recipes.base:build_base",
             self.plan.model.path,
             adapter,

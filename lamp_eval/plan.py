@@ -17,8 +17,10 @@ from rich.markup import escape
 
 from lamp_eval import display, environment, estimate
 from lamp_eval.arms import Arm, arm, donors
+from lamp_eval.child import Child
 from lamp_eval.config import RunConfig, n_adapted_blocks
 from lamp_eval.data import Corpus
+from lamp_eval.embeddings import Embedder
 from lamp_eval.errors import UserError, raise_if_any
 from lamp_eval.prompts import make_encoder
 from lamp_eval.records import Example, Request, User
@@ -64,14 +66,17 @@ class Plan:
         self.recipe = replace(
             config.adapter.user, blocks=n_adapted_blocks(config.adapter.user.blocks, n_blocks)
         )
-        tokenizer = load_tokenizer(self.model.path)
-        self.encoder = make_encoder(
-            tokenizer, task, config.protocol, config.seed, profiles=corpus.profiles
-        )
+        self.torch_device = environment.torch_device(config.executor.torch_device)
+        self.child = Child()
         protocol = config.protocol
+        embed = None
+        if protocol.retrieval == "dense":
+            model_dir = Path(protocol.embedding_model or "")
+            embed = Embedder(model_dir, self.store, self.torch_device, self.child)
+        tokenizer = load_tokenizer(self.model.path)
+        self.encoder = make_encoder(tokenizer, task, protocol, config.seed, embed, corpus.profiles)
         self._train_k = protocol.adapter_k if protocol.train_k is None else protocol.train_k
         self.arms: dict[str, Arm] = {name: arm(name, config.protocol) for name in config.arms}
-        self.torch_device = environment.torch_device(config.executor.torch_device)
         self.with_history = [user for user in corpus.users if user.history]
         self.donors: dict[str, str] = {}
         if "cross_user" in self.arms and len(self.with_history) > 1:

@@ -60,6 +60,7 @@ class History:
         method: `bm25`, `dense`, `recency` or `random`.
         bm25: the variant.
         embed: of `dense`: the vectors of texts, whose products are the scores.
+        searches: of `dense`: all that will be searched for, as vectors are faster made together.
         seed: of `random`; with it, the query and the position decide, nothing else.
     """
 
@@ -70,15 +71,18 @@ class History:
         *,
         bm25: Bm25 = RANK_BM25,
         embed: Embed | None = None,
+        searches: Sequence[str] = (),
         seed: int = 0,
     ) -> None:
         self.documents = list(documents)
-        self._method, self._bm25, self._embed, self._seed = method, bm25, embed, seed
+        self._method, self._bm25, self._seed = method, bm25, seed
         if method == "bm25":
             self._build_index()
         elif method == "dense":
             assert embed is not None
-            self._vectors = embed(self.documents) if self.documents else np.zeros((0, 1))
+            found = embed([*self.documents, *searches]) if documents else np.zeros((0, 1))
+            self._vectors = found[: len(documents)]  # (n_documents, dimension)
+            self._found = dict(zip(searches, found[len(documents) :], strict=False))
 
     def _build_index(self) -> None:
         self._word_ids: dict[str, int] = {}  # numbered as they appear
@@ -126,8 +130,7 @@ class History:
             return rng.sample(range(before), min(k, before))
         later_first = self._bm25.later_first
         if self._method == "dense":
-            assert self._embed is not None
-            scores = self._vectors[:before] @ self._embed([query])[0]  # (before,)
+            scores = self._vectors[:before] @ self._found[query]  # (before,)
         else:
             scores = self.scores(query, before)
         # rank-bm25 reverses an unstable sort; here ties have one order, on every machine.

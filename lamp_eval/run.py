@@ -61,11 +61,12 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
     task = TASKS[config.task]
     corpus = load_corpus(task, config.data)
     plan = Plan(config, task, corpus, console)
-    plan.check()
-    plan.show_header()
-    pipeline = Pipeline(plan, console)
-    with display.progress(console) as progress:
-        pipeline.execute(progress)
+    with plan.child:
+        plan.check()
+        plan.show_header()
+        pipeline = Pipeline(plan, console)
+        with display.progress(console) as progress:
+            pipeline.execute(progress)
     predictions = {name: pipeline.predictions(name) for name in config.arms}
     commit, status = environment.git("rev-parse", "HEAD"), environment.git("status", "--porcelain")
     n_cut = {

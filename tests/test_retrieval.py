@@ -192,7 +192,10 @@ def test_okapi_without_any_word(documents):
 def test_dense_retrieval_takes_the_highest_product_among_the_earlier():
     vectors = {"a": [1, 0], "b": [0.6, 0.8], "c": [0, 1], "q": [0, 1], "p": [1, 0]}
     history = History(
-        [*"abc"], "dense", embed=lambda texts: np.array([vectors[t] for t in texts], np.float32)
+        [*"abc"],
+        "dense",
+        embed=lambda texts: np.array([vectors[text] for text in texts], np.float32),
+        searches=["q", "p"],
     )
     assert history.retrieve("q", 2, before=3) == [2, 1]
     assert history.retrieve("q", 2, before=2) == [1, 0]

@@ -117,15 +117,16 @@ class ChatEncoder:
         prompts, gold = self._prompts, self.task.gold_field
         if prompts.user_text is None:
             return [self._text_example(record) for record in user.history if self._raw_text(record)]
-        history, n_earlier = self._history(user), _n_earlier(user.history)
+        before, _, after = prompts.user_text.partition("{}")
+        texts = [record.fields.get(self.task.text_field, "") for record in user.history]
+        texts = [text.strip() if prompts.strips else text for text in texts]
+        history = self._history(user, [before + text + after for text in texts])
         examples = []
-        for i, record in enumerate(user.history):
-            text, answer = record.fields.get(self.task.text_field, ""), record.fields.get(gold, "")
+        for i, (text, n_earlier) in enumerate(zip(texts, _n_earlier(user.history), strict=True)):
+            answer = user.history[i].fields.get(gold, "")
             if not text.strip() or not answer.strip():
                 continue
-            text = text.strip() if prompts.strips else text
-            before, _, after = prompts.user_text.partition("{}")
-            retrieved = history.retrieve(before + text + after, k, before=n_earlier[i])
+            retrieved = history.retrieve(before + text + after, k, before=n_earlier)
             where = f"user {user.id!r}, record {i}"
             examples.append(self._example(user, retrieved, (before, text, after), answer, where))
         return examples
@@ -153,19 +154,20 @@ class ChatEncoder:
         self, user: User, k: int
     ) -> Iterator[tuple[str, tuple[str, str, str], str, list[int]]]:
         """Query id, input in three parts with the item's text between, gold, retrieved records."""
-        history = self._history(user)
+        history = self._history(user, [query.input for query in user.queries])
         for query in user.queries:
             start, end = self.task.oppu.span(query.input)
             parts = query.input[:start], query.input[start:end], query.input[end:]
             retrieved = history.retrieve(query.input, k, before=len(user.history))
             yield query.id, parts, query.gold, retrieved
 
-    def _history(self, user: User) -> History:
+    def _history(self, user: User, searches: Sequence[str]) -> History:
         return History(
             [self._searched(record) for record in user.history],
             self.protocol.retrieval,
             bm25=OKAPI,
             embed=self.embed,
+            searches=searches,
             seed=user_seed(self.seed, user.id),
         )
 

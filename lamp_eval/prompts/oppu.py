@@ -68,11 +68,12 @@ class OppuEncoder:
             k = 0
         self._check_answers(user)
         records = [_first_words(record, words) for record in user.history]
-        history, documents = self._history(user, records)
+        searches = [oppu.retrieval_query_train.format(**fields) for fields in records]
+        history, documents = self._history(user, records, searches)
         return [
             self._example(
                 user,
-                _shown(history.retrieve(search, k, before=i), documents),
+                _shown(history.retrieve(searches[i], k, before=i), documents),
                 lambda text, fields=fields: oppu.record_prompt.format(  # type: ignore[misc]
                     **{**fields, self.task.text_field: text}
                 ),
@@ -81,7 +82,7 @@ class OppuEncoder:
                 f"user {user.id!r}, record {i}",
             )
             for i, fields in enumerate(records)
-            for search in [oppu.retrieval_query_train.format(**fields)]
+            if fields[self.task.gold_field]
         ]
 
     def task_examples(self, user: User, k: int) -> list[Example]:
@@ -145,19 +146,22 @@ class OppuEncoder:
         """Query id, text, options, gold and retrieved documents of each query."""
         oppu, words = self.task.oppu, self.protocol.eval_words
         records = [_first_words(record, words) for record in user.history]
-        history, documents = self._history(user, records)
-        for query in user.queries:
-            text, *options = oppu.texts(query.input) or (query.input,)
-            search = oppu.retrieval_query_test.format(text)
+        texts = [oppu.texts(query.input) or (query.input,) for query in user.queries]
+        searches = [oppu.retrieval_query_test.format(text) for text, *_ in texts]
+        history, documents = self._history(user, records, searches)
+        for query, (text, *options), search in zip(user.queries, texts, searches, strict=True):
             retrieved = _shown(history.retrieve(search, k, before=len(documents)), documents)
             yield query.id, text, tuple(options), query.gold, retrieved
 
-    def _history(self, user: User, records: Sequence[dict[str, str]]) -> tuple[History, list[str]]:
+    def _history(
+        self, user: User, records: Sequence[dict[str, str]], searches: Sequence[str]
+    ) -> tuple[History, list[str]]:
         documents = [self.task.oppu.retrieval_history.format(**fields) for fields in records]
         history = History(
             documents,
             self.protocol.retrieval,
             embed=self.embed,
+            searches=searches,
             seed=user_seed(self.seed, user.id),
         )
         return history, documents
