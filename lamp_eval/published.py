@@ -13,8 +13,15 @@ from typing import Any
 Row = Mapping[str, Any]
 
 # By task and metric, in the paper's order.
-_TABLE7_COLUMNS = ("n", "base", "base_retrieval", "task", "Δ task", "task_retrieval",
-                   "Δ task_retrieval")  # fmt: skip
+_TABLE7_COLUMNS = (
+    "n",
+    "base arm",
+    "base_retrieval arm",
+    "task arm",
+    "Δ task",
+    "task_retrieval arm",
+    "Δ task_retrieval",
+)
 _TABLE7: dict[tuple[str, str], tuple[float, ...]] = {
     ("citation", "accuracy"): (2500, 0.500, 0.549, 0.536, -0.012, 0.716, +0.167),
     ("movie_tagging", "accuracy"): (870, 0.136, 0.278, 0.468, +0.190, 0.547, +0.269),
@@ -25,7 +32,7 @@ _TABLE7: dict[tuple[str, str], tuple[float, ...]] = {
     ("scholarly_title", "rouge1"): (2500, 0.331, 0.336, 0.455, +0.118, 0.482, +0.146),
     ("tweet_paraphrase", "rouge1"): (1496, 0.395, 0.414, 0.516, +0.102, 0.535, +0.120),
 }
-_TABLE8_COLUMNS = ("users", "queries/user", "task", "user", "Δ", "Δᵤ")
+_TABLE8_COLUMNS = ("users", "queries/user", "task arm", "user arm", "Δ", "Δᵤ")
 _TABLE8: dict[tuple[str, str], tuple[float, ...]] = {
     ("news_categorize", "accuracy"): (49, 123, 0.805, 0.811, +0.006, +0.012),
     ("news_headline", "rouge1"): (100, 67, 0.158, 0.159, +0.001, +0.001),
@@ -62,15 +69,10 @@ def paper_table(name: str, rows: Iterable[Row]) -> list[dict[str, Any]]:
         of_task = {key[2:]: row for key, row in own.items() if key[:2] == (task, metric)}
         found = _table7_values(of_task) if name == "table7" else _table8_values(of_task)
         synthetic = any(row["synthetic"] for row in of_task.values())
-        known = {"task": task, "metric": metric}
-        lines.append(
-            known
-            | {"whose": "ours", "synthetic": synthetic}
-            | dict(zip(columns, found, strict=True))
-        )
-        lines.append(
-            known | {"whose": "paper", "synthetic": False} | dict(zip(columns, values, strict=True))
-        )
+        for whose, numbers in (("ours", found), ("paper", values)):
+            line: dict[str, Any] = {"task": task, "metric": metric, "whose": whose}
+            line["synthetic"] = synthetic and whose == "ours"
+            lines.append(line | dict(zip(columns, numbers, strict=True)))
     return lines
 
 

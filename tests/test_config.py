@@ -48,7 +48,8 @@ def test_every_experiment_composes(experiment, setting):
     assert config.task in TASKS
     assert config.arms
     assert set(config.arms) <= set(ARMS)
-    assert config.data.source == {"sample": "sample", "paper": "oppu"}[setting]
+    real = "lamp" if experiment.endswith("_benchmark") else "oppu"
+    assert config.data.source == {"sample": "sample", "paper": real}[setting]
 
 
 def test_every_file_of_every_group_is_usable():
@@ -67,7 +68,32 @@ def test_without_any_argument_the_sample_runs():
     assert config.arms == list(ARMS)
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+PER_USER = [name for name in EXPERIMENTS if not name.endswith("_benchmark")]
+
+
+def test_each_task_has_both_experiments():
+    for task in TASKS:
+        assert composed(f"experiment={task}_per_user").task == task
+        assert composed(f"experiment={task}_benchmark").task == task
+
+
+@pytest.mark.parametrize("experiment", sorted(set(EXPERIMENTS) - set(PER_USER)))
+def test_paper_setting_carries_the_benchmarks_recipe(experiment):
+    config = composed(f"experiment={experiment}", "setting=paper")
+    task, protocol = config.adapter.task, config.protocol
+    assert (task.rank, task.alpha, len(task.projections)) == (4, 8, 7)
+    assert (task.learning_rate, task.schedule, task.warmup_ratio) == (3e-4, "cosine", 0.03)
+    assert (task.batch_size, task.epochs, task.max_steps) == (32, 1, None)
+    assert (task.clip_norm, task.dropout, task.weight_decay) == (1.0, 0.05, 0)
+    assert (protocol.name, protocol.k, protocol.adapter_k) == ("lamp_chat", 4, 0)
+    assert (protocol.train_k, protocol.max_tokens) == (4, 2048)
+    assert config.arms == ["base", "base_retrieval", "task", "task_retrieval"]
+    assert (config.data.source, config.data.max_users) == ("lamp", None)
+    assert config.model.hub_id == "HuggingFaceTB/SmolLM3-3B"
+    assert config.quantization.bits == 4
+
+
+@pytest.mark.parametrize("experiment", PER_USER)
 def test_paper_setting_carries_the_papers_recipes(experiment):
     config = composed(f"experiment={experiment}", "setting=paper")
     user, task = config.adapter.user, config.adapter.task
