@@ -553,3 +553,19 @@ def test_the_data_card_of_real_reviews(lamp_data):
     assert (card["size"]["records"], card["size"]["queries"]) == (2180, 160)
     assert card["answers"]["5"] == "0.769 of the golds, 0.801 of records"
     assert card["problems"]["records that repeat an earlier one"] == 70
+
+
+def test_the_users_with_the_longest_histories_are_selected(write):
+    rows = [person(name) for name in "abcd"]
+    for row, n_records in zip(rows, (2, 1, 3, 3), strict=True):
+        row["profile"] = [{"text": f"r{i}", "score": "3"} for i in range(n_records)]
+        row["query"][0]["id"] = row["user_id"]
+
+    def ids(**options):
+        data = replace(write(rows), **options)
+        return "".join(user.id for user in load_corpus(RATINGS, data).users)
+
+    assert ids(select="longest", max_users=3) == "acd"
+    assert ids(select="longest", max_users=1) == "c"  # of equal ones by the id
+    assert ids(max_users=2) == "ab"
+    assert len({ids(select="random", max_users=2, seed=seed) for seed in range(9)}) > 2
