@@ -406,7 +406,7 @@ def _locked(path: Path, console: Console) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        console.print(f"{path}: waiting for another process that downloads it")
+        console.print(f"{path}: waiting for another process that works on it")
         lock.acquire()
     try:
         yield
@@ -456,6 +456,13 @@ def sums_for(given: str, files: Sequence[RemoteFile]) -> dict[str, str]:
     names = [file.name for file in files]
     if re.fullmatch(r"[0-9A-Fa-f]{64}", given):
         sums = {name: given.lower() for name in names[:1]}
+    elif not Path(given).is_file():
+        raise UserError(
+            expected="64 hexadecimal digits, or a file with a table of sums",
+            found="neither",
+            where=f"--sha256 {given}",
+            fix="check the path, or the sum",
+        )
     else:
         sums = read_sums(Path(given))
     missing = [name for name in names if name not in sums]
@@ -479,7 +486,8 @@ def _reason(error: BaseException) -> str:
     root: BaseException = error
     while root.__context__ is not None:
         root = root.__context__
-    return f"{type(root).__name__}: {root}"
+    name, text = type(root).__name__, str(root)
+    return text if text.startswith(name) else f"{name}: {text}"
 
 
 def _unreachable(file: RemoteFile, reason: str) -> Unreachable:
