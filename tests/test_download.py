@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -503,9 +504,18 @@ def test_sums_that_are_given_are_checked(
     assert f"none for {test.removeprefix('/LaMP/')}" in message
     message = _fails(_arguments(site, tmp_path / "two", "--sha256", "0" * 64), capsys)
     assert f"none for {OUTPUTS_NAME}" in message
+    assert "found:    neither" in _fails(_arguments(site, tmp_path, "--sha256", "abc"), capsys)
     (tmp_path / "bad").write_text("abc  file\n")
     message = _fails(_arguments(site, tmp_path, "--sha256", str(tmp_path / "bad")), capsys)
     assert "line 1: 'abc  file'" in message
+
+
+def test_sums_recorded_at_the_same_time_are_all_there(tmp_path: Path) -> None:
+    names = {f"file {number:02d}": f"{number:064x}" for number in range(16)}
+    with ThreadPoolExecutor(16) as pool:
+        for name, digest in names.items():
+            pool.submit(module._record, tmp_path, name, digest, Console(quiet=True))
+    assert read_sums(tmp_path / SUMS) == names
 
 
 def test_a_terminal_sees_size_and_speed(site: Site, tmp_path: Path) -> None:
