@@ -17,6 +17,7 @@ class Phrases:
         answers: by kind the answers that say so, with the `{subject}`, or `{Subject}` in title
             case; none: the kind itself is the answer.
         subjects: what a text is about besides its two kinds.
+        may_repeat: whether a user may have the same text twice.
     """
 
     cues: Mapping[str, tuple[str, ...]]
@@ -24,6 +25,7 @@ class Phrases:
     n_favourites: int = 4
     answers: Mapping[str, tuple[str, ...]] | None = None
     subjects: tuple[str, ...] = ()
+    may_repeat: bool = False
 
 
 MOVIES = Phrases(
@@ -51,6 +53,7 @@ MOVIES = Phrases(
         "It offers {}, and also {}.",
         "A picture with {} as well as {}.",
     ),
+    may_repeat=True,  # these users stay as they were first measured
 )  # fmt: skip
 
 NEWS = Phrases(
@@ -74,8 +77,8 @@ NEWS = Phrases(
     frames=(
         "Today in {subject}: {}, and {}.",
         "A story from {subject} about {} and {}.",
-        "In {subject} we met {}, then {}.",
-        "Our reporter in {subject} saw {}, but also {}.",
+        "Seen and heard in {subject}: {}, then {}.",
+        "Our reporter in {subject} writes about {}, but also {}.",
     ),
     subjects=(
         "Lisbon", "Chicago", "Nairobi", "Oslo", "Lima", "Seoul", "Dublin", "Cairo", "Toronto",

@@ -36,18 +36,17 @@ INPUTS = {
     "it: {}",
 }
 
-MAX_DRAWS = 100  # for a text that the user does not have yet
+MAX_DRAWS = 100  # for an item that the user does not have yet
 
 
 @dataclass(frozen=True)
 class _Item:
-    """A text, what its user answers, and the two kinds it fits, the chosen one first."""
+    """A text that fits two kinds; `answer` is of the kind the user chose, `rejected` of the other."""
 
     text: str
     subject: str
     answer: str
-    chosen: str
-    other: str
+    rejected: str
 
 
 def generate(task: Task, data: DataConfig) -> tuple[tuple[User, ...], tuple[User, ...]]:
@@ -68,17 +67,16 @@ def _user(user_id: str, task: Task, data: DataConfig) -> User:
     seen: set[str] = set()
 
     def item() -> _Item:
+        """An item whose text is new or, if answers are texts, whose subject is: so both are."""
         for _ in range(MAX_DRAWS):
             found = _item(rng, phrases, favourites, rest, data.signal)
-            # No text comes twice and, where answers are texts, no subject, so that none of them
-            # does. Movies may repeat: they stay as they were measured.
             new = found.text if task.labels else found.subject
-            if new not in seen or task.name == "movie_tagging":
+            if phrases.may_repeat or new not in seen:
                 break
         seen.add(new)
         return found
 
-    # A tweet's text is its answer, which comes second.
+    # A tweet has one field for both: its answer, which comes second, stays.
     history = tuple(
         Record({task.text_field: found.text, task.gold_field: found.answer})
         for found in (item() for _ in range(data.n_records))
@@ -96,30 +94,22 @@ def _item(
     cues = [rng.choice(phrases.cues[kind]) for kind in pair]
     frame = rng.choice(phrases.frames)
     subject = rng.choice(phrases.subjects) if phrases.subjects else ""
-    answer = rng.choice(phrases.answers[chosen]) if phrases.answers else chosen
-    return _Item(
-        frame.format(*cues, subject=subject),
-        subject,
-        answer.format(subject=subject, Subject=subject.title()),
-        chosen,
-        other,
-    )
+
+    def answer(kind: str) -> str:
+        if not phrases.answers:
+            return kind
+        form = rng.choice(phrases.answers[kind])
+        return form.format(subject=subject, Subject=subject.title())
+
+    return _Item(frame.format(*cues, subject=subject), subject, answer(chosen), answer(other))
 
 
 def _query(rng: random.Random, query_id: str, task: Task, item: _Item) -> Query:
+    """The item in the form of the official files."""
     question = INPUTS[task.name].format(item.text, labels=", ".join(task.labels))
     if task.name != "citation":
         return Query(query_id, question, item.answer)
-    papers = PHRASES[task.name].answers or {}
-    other = item.other
-    if rng.random() < CLEAR:
-        other = rng.choice([kind for kind in papers if kind not in (item.chosen, item.other)])
-    options = [item.answer, rng.choice(papers[other])]
+    options = [item.answer, item.rejected]
     rng.shuffle(options)
     shown = " ".join(f'[{i}]: "{option}"' for i, option in enumerate(options, 1))
-    return Query(query_id, f"{question} {shown}", f"[{options.index(item.answer) + 1}]")
-
-
-# One option of every second citation query fits its title not at all, as usual in LaMP-1: there
-# the task adapter learns to compare the options with the title.
-CLEAR = 0.5
+    return Query(query_id, f"{question} {shown}", task.labels[options.index(item.answer)])
