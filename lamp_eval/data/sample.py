@@ -41,7 +41,7 @@ MAX_DRAWS = 100  # for an item that the user does not have yet
 
 @dataclass(frozen=True)
 class _Item:
-    """A text that fits two kinds; `answer` is of the kind the user chose, `rejected` of the other."""
+    """A text that fits two kinds, the answer of the chosen one, and that of the other."""
 
     text: str
     subject: str
