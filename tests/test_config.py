@@ -302,7 +302,6 @@ MISTAKES = {
     "type": (["adapter.user.rank=many"], ["adapter.user.rank", "many"]),
     "experiment": (["experiment=music"], ["music", *EXPERIMENTS]),
     "no data": (["data=oppu"], ["option data.dir"]),
-    "no generator": (["task=product_rating"], ["task=product_rating", "movie_tagging"]),
 }
 OWN_PROCESS = ("typo", "several")  # the others share one, to save the imports
 ONE_AFTER_THE_OTHER = """

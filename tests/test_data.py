@@ -13,12 +13,13 @@ from lamp_eval.config import DataConfig
 from lamp_eval.data import Corpus, load_corpus
 from lamp_eval.data.card import data_card
 from lamp_eval.data.oppu import EVALUATED, EVALUATED_TWEETS, OTHERS
-from lamp_eval.data.sample import CUES
+from lamp_eval.data.phrases import PHRASES
 from lamp_eval.errors import UserError
 from lamp_eval.records import Query, Record, User
 from lamp_eval.tasks import TASKS
 
 MOVIES, RATINGS = TASKS["movie_tagging"], TASKS["product_rating"]
+CUES = PHRASES["movie_tagging"].cues
 INPUT = (
     "What is the score of the following review on a scale of 1 to 5? just answer with 1, 2, 3, 4, "
     "or 5 without further explanation. review: "
@@ -105,11 +106,6 @@ def test_the_favourite_is_chosen_as_often_as_the_signal_says(signal):
     assert abs(n_favourite / n - p) <= 4 * math.sqrt(p * (1 - p) / n)
     # Nor does the order of the cues give the answer away.
     assert abs(n_first / n - 0.5) <= 4 * math.sqrt(0.25 / n)
-
-
-def test_sample_makes_movies_only():
-    with pytest.raises(UserError, match="task=product_rating"):
-        load_corpus(RATINGS, sample())
 
 
 # The released format

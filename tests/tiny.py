@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lamp_eval.data.sample import CUES
+from lamp_eval.data.phrases import MOVIES
 from lamp_eval.tasks import TASKS
 
 VOCABULARY = 400
@@ -32,7 +32,7 @@ def make_tiny_model(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     task = TASKS["movie_tagging"]
-    sentences = [*task.labels, *(cue for cues in CUES.values() for cue in cues)]
+    sentences = [*task.labels, *(cue for cues in MOVIES.cues.values() for cue in cues)]
     sentences += [task.oppu.query_prompt] * 20  # most of every prompt: few tokens, fast tests
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,

@@ -1,0 +1,270 @@
+"""What the synthetic users' texts are made of; all of it written for this purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Phrases:
+    """The parts of one task's items.
+
+    Attributes:
+        cues: by kind (a label, a score, a topic, a way to write) what hints at it in a text.
+        frames: texts that take two cues as `{}`, and `{subject}`.
+        n_favourites: how many kinds a user prefers.
+        answers: by kind the answers that say so, with the `{subject}`, or `{Subject}` in title
+            case; none: the kind itself is the answer.
+        subjects: what a text is about besides its two kinds.
+        may_repeat: whether a user may have the same text twice.
+    """
+
+    cues: Mapping[str, tuple[str, ...]]
+    frames: tuple[str, ...]
+    n_favourites: int = 4
+    answers: Mapping[str, tuple[str, ...]] | None = None
+    subjects: tuple[str, ...] = ()
+    may_repeat: bool = False
+
+
+MOVIES = Phrases(
+    cues={
+        "sci-fi": ("a spaceship crew stranded light years from home", "an android that learns to dream"),
+        "based on a book": ("a faithful adaptation of a bestselling novel", "a story first told in a novel"),
+        "comedy": ("a string of hilarious mishaps", "laugh-out-loud jokes at every turn"),
+        "action": ("car chases and gunfights", "an explosive rescue mission"),
+        "twist ending": ("a final reveal that nobody sees coming", "a last scene that turns everything around"),
+        "dystopia": ("a totalitarian future state that watches everyone", "survivors in a ruined future city"),
+        "dark comedy": ("jokes told at a funeral", "a hilariously bungled murder"),
+        "classic": ("a beloved black-and-white picture from the 1940s", "one of the oldest masterpieces of cinema"),
+        "psychology": ("a therapist who questions her own mind", "a man losing his grip on his sanity"),
+        "fantasy": ("dragons and a young wizard", "a magical kingdom under a spell"),
+        "romance": ("two strangers who fall in love", "a love letter that arrives years late"),
+        "thought-provoking": ("hard questions about what it means to be human", "ideas that linger for days"),
+        "social commentary": ("a sharp look at class and inequality", "a critique of modern society"),
+        "violence": ("brutal and bloody fights", "a gruesome killing spree"),
+        "true story": ("real events that happened in 1972", "the actual life of a forgotten hero"),
+    },
+    frames=(
+        "This film has {} and {}.",
+        "Expect {}, along with {}.",
+        "The plot brings together {} and {}.",
+        "It offers {}, and also {}.",
+        "A picture with {} as well as {}.",
+    ),
+    may_repeat=True,  # these users stay as they were first measured
+)  # fmt: skip
+
+NEWS = Phrases(
+    cues={
+        "food & drink": ("a recipe for lemon cake", "the best coffee in town"),
+        "sports": ("a goal in the last minute of the match", "a coach and her team before the final"),
+        "education": ("teachers in crowded classrooms", "a new exam for pupils"),
+        "parents": ("mothers and fathers of newborn twins", "bedtime with toddlers"),
+        "religion": ("a sermon on forgiveness", "pilgrims on their way to a shrine"),
+        "travel": ("a hotel on a quiet beach", "cheap flights to the islands"),
+        "business": ("a company that doubled its profit", "investors who sold their shares"),
+        "crime": ("a burglary in broad daylight", "a murder suspect under arrest"),
+        "science & technology": ("a telescope that finds new planets", "a robot with better software"),
+        "culture & arts": ("an exhibition of forgotten painters", "a sculptor who works with ice"),
+        "entertainment": ("a pop star on a farewell tour", "the cast of a hit television series"),
+        "politics": ("a senator who changed parties", "a close vote in parliament"),
+        "women": ("girls who fight for their rights", "a workshop run by women only"),
+        "style & beauty": ("the boldest dresses of the season", "a lipstick that lasts all day"),
+        "healthy living": ("yoga for better sleep", "a daily walk against stress"),
+    },
+    frames=(
+        "Today in {subject}: {}, and {}.",
+        "A story from {subject} about {} and {}.",
+        "Seen and heard in {subject}: {}, then {}.",
+        "Our reporter in {subject} writes about {}, but also {}.",
+    ),
+    subjects=(
+        "Lisbon", "Chicago", "Nairobi", "Oslo", "Lima", "Seoul", "Dublin", "Cairo", "Toronto",
+        "Prague", "Mumbai", "Denver", "Athens", "Quito", "Perth", "Vienna",
+    ),
+)  # fmt: skip
+
+QUALITIES = (
+    "tiny", "vintage", "electric", "wooden", "homemade", "portable", "folding", "colorful",
+    "waterproof", "Italian", "rusty", "inflatable", "silent", "handmade", "magnetic", "striped",
+)  # fmt: skip
+THINGS = (
+    "kettle", "bike", "lamp", "tent", "chair", "guitar", "umbrella", "toaster", "boat", "clock",
+    "drum", "puppet", "mirror", "camera", "ladder", "pillow",
+)  # fmt: skip
+
+REVIEWS = Phrases(
+    cues={
+        "5": ("I am in love with it", "it is the best I ever owned"),
+        "4": ("it does its job well", "I like most of it"),
+        "3": ("it is about average", "it is neither good nor bad"),
+        "2": ("it rather disappoints", "it feels cheap and weak"),
+        "1": ("it is utter rubbish", "I want my money back"),
+    },
+    frames=(
+        "About this {subject}: on some days {}, on others {}.",
+        "The {subject} is here. One part of me says {}, another says {}.",
+        "My thoughts on the {subject}: {}, and yet {}.",
+        "With this {subject} I am torn: {}, but then {}.",
+    ),
+    n_favourites=2,
+    subjects=tuple(f"{quality} {thing}" for quality in QUALITIES for thing in THINGS),
+)  # fmt: skip
+
+HEADLINES = Phrases(
+    cues={
+        "cost": ("Prices have doubled within a year.", "Many families can no longer afford it."),
+        "danger": ("Doctors warn of accidents.", "Not all of it is safe."),
+        "history": ("It all began centuries ago.", "Old documents show where it comes from."),
+        "beginners": ("Newcomers can start today.", "The first steps are easy to learn."),
+        "stars": ("Film stars are fans as well.", "A famous singer swears by it."),
+        "dispute": ("Neighbours quarrel about it.", "Critics and supporters do not agree."),
+        "future": ("Much will change in ten years.", "Experts look far ahead."),
+        "mistakes": ("Most people get it wrong.", "One error is made again and again."),
+        "science": ("Researchers have measured it.", "A laboratory has published new data."),
+        "confession": ("Our author admits her weakness for it.", "I have to confess something."),
+    },
+    frames=(
+        "This is about {subject}. {} {}",
+        "Everyone is talking about {subject}. {} {}",
+        "Readers asked us about {subject}. {} {}",
+        "Our topic today is {subject}. {} {}",
+    ),
+    answers={
+        "cost": ("Can You Still Afford {Subject}?",),
+        "danger": ("Warning: The Hidden Risks Of {Subject}",),
+        "history": ("Where {Subject} Really Come From",),
+        "beginners": ("{Subject}: Your Guide To Getting Started",),
+        "stars": ("Even Celebrities Cannot Resist {Subject}",),
+        "dispute": ("The Great {Subject} War Has Begun",),
+        "future": ("What Comes Next For {Subject}",),
+        "mistakes": ("Stop! You Are Doing {Subject} Wrong",),
+        "science": ("{Subject}, Explained By Science",),
+        "confession": ("Why I Secretly Adore {Subject}",),
+    },
+    subjects=tuple(f"{quality} {thing}s" for quality in QUALITIES for thing in THINGS),
+)  # fmt: skip
+
+TOPICS = (
+    "graph coloring", "speech recognition", "query optimization", "image segmentation",
+    "robot navigation", "spam filtering", "machine translation", "protein folding",
+    "traffic prediction", "memory management", "face detection", "program verification",
+    "sensor networks", "music retrieval", "fraud detection", "crowd simulation",
+)  # fmt: skip
+
+METHODS = (
+    "adaptive", "parallel", "statistical", "online", "neural", "symbolic", "distributed",
+    "approximate", "incremental", "visual", "probabilistic", "hybrid", "mobile", "automatic",
+    "hierarchical", "quantum",
+)  # fmt: skip
+
+ABSTRACTS = Phrases(
+    cues={
+        "survey": ("We compare what has been published.", "The literature is reviewed."),
+        "theory": ("We prove lower bounds.", "A theorem shows what is impossible."),
+        "benchmark": ("We collect data for fair tests.", "Ten systems are ranked."),
+        "speed": ("Our code runs much faster.", "Running time is cut in half."),
+        "repetition": ("We repeat a classic experiment.", "An old idea is tried again."),
+        "privacy": ("Personal data stay secret.", "Nothing leaves the user's device."),
+        "noise": ("Errors in the input do no harm.", "Results hold under heavy noise."),
+        "people": ("Human experts guide each step.", "Volunteers help the machine."),
+        "union": ("Several models become one.", "Rival approaches are combined."),
+        "practice": ("We report from a hospital.", "A company used it for a year."),
+    },
+    frames=(
+        "We study {subject}. {} {}",
+        "This paper is about {subject}. {} {}",
+        "Our subject is {subject}. {} {}",
+        "Much is known about {subject}. {} {}",
+    ),
+    answers={
+        "survey": ("A Survey of Recent Work on {Subject}",),
+        "theory": ("{Subject}: Fundamental Limits",),
+        "benchmark": ("Introducing an Open Benchmark for {Subject}",),
+        "speed": ("Fast and Scalable {Subject}",),
+        "repetition": ("{Subject} Revisited, Decades Later",),
+        "privacy": ("Towards Privacy-Preserving {Subject}",),
+        "noise": ("Robust {Subject} Against All Odds",),
+        "people": ("{Subject} with Humans in the Loop",),
+        "union": ("One Framework to Unify {Subject}",),
+        "practice": ("Lessons Learned: {Subject} in Practice",),
+    },
+    subjects=tuple(f"{method} {topic}" for method in METHODS for topic in TOPICS),
+)  # fmt: skip
+
+DEEDS = (
+    "lost", "found", "bought", "sold", "fixed", "broke", "painted", "cleaned", "dropped", "hid",
+    "forgot", "borrowed", "packed", "wrapped", "carried", "photographed",
+)  # fmt: skip
+BELONGINGS = (
+    "my umbrella", "the red bike", "a guitar", "the old radio", "my suitcase", "the garden chairs",
+    "a birthday cake", "my keys", "the kitchen clock", "a box of books", "my winter boots",
+    "the blue tent", "a paper map", "my camera", "the piano", "a pumpkin",
+)  # fmt: skip
+
+TWEETS = Phrases(
+    cues={
+        "annoyed": ("annoyed", "irritated"),
+        "amused": ("amused", "entertained"),
+        "tired": ("tired", "sleepy"),
+        "hungry": ("hungry", "ready to eat"),
+        "excited": ("excited", "full of anticipation"),
+        "thankful": ("thankful", "grateful"),
+        "bored": ("bored", "in need of something to do"),
+        "sad": ("sad", "close to tears"),
+        "proud": ("proud", "pleased with myself"),
+        "surprised": ("surprised", "astonished"),
+    },
+    frames=(
+        "I {subject}. I am {} and also {}.",
+        "Today I {subject}, and now I am {} as well as {}.",
+        "I {subject}. It leaves me {} and {}.",
+        "Just now I {subject}, which makes me {} and {}.",
+    ),
+    answers={
+        "annoyed": ("ugh so over this!! {subject}",),
+        "amused": ("lol cracking up here.. {subject}",),
+        "tired": ("yawnnn where's my bed? {subject}",),
+        "hungry": ("omg feed me please - {subject}",),
+        "excited": ("eeek cannot wait!!! {subject}",),
+        "thankful": ("feeling #blessed tonight: {subject}",),
+        "bored": ("zzz entertain me someone, {subject}",),
+        "sad": ("my poor heart :( {subject}",),
+        "proud": ("go me, nailed it! {subject}",),
+        "surprised": ("whoa did not expect that.. {subject}",),
+    },
+    subjects=tuple(f"{deed} {belonging}" for deed in DEEDS for belonging in BELONGINGS),
+)  # fmt: skip
+
+PAPERS = Phrases(
+    cues={topic: (topic.title(),) for topic in TOPICS},
+    frames=(
+        "{} and {} for {subject}",
+        "How {subject} Use {} and {}",
+        "From {} to {}: A View from {subject}",
+        "{} Meets {} in {subject}",
+    ),
+    answers={
+        topic: tuple(
+            form.format(topic.title())
+            for form in ("{}: A Primer", "Advances in {}", "{} and Its Methods")
+        )
+        for topic in TOPICS
+    },
+    subjects=(
+        "Hospitals", "Schools", "Airports", "Farms", "Museums", "Banks", "Factories", "Harbors",
+        "Theaters", "Courts", "Hotels", "Stadiums", "Kitchens", "Mines", "Forests", "Railways",
+    ),
+)  # fmt: skip
+
+PHRASES: dict[str, Phrases] = {
+    "citation": PAPERS,
+    "movie_tagging": MOVIES,
+    "news_categorize": NEWS,
+    "product_rating": REVIEWS,
+    "news_headline": HEADLINES,
+    "scholarly_title": ABSTRACTS,
+    "tweet_paraphrase": TWEETS,
+}
