@@ -16,10 +16,14 @@ RETRIEVAL = ("bm25", "recency", "random")
 
 @dataclass
 class DataConfig:
-    """Whom the run evaluates. The `n_*`, `signal` and `seed` belong to `data=sample` only."""
+    """Whom the run evaluates.
 
-    source: str = MISSING  # sample | oppu
-    dir: str | None = None  # folder with the released files
+    `n_users`, `n_task_users` and `seed` belong to `data=sample` and `data=movie_raters`;
+    `n_records`, `n_queries` and `signal` to `data=sample` only.
+    """
+
+    source: str = MISSING  # sample | movie_raters | oppu
+    dir: str | None = None  # folder with the released files, or with the raters' archive
     task_users: str = "auto"  # others | evaluated | auto: others where there is such a file
     max_users: int | None = None
     max_records: int | None = None  # the newest of each user
@@ -178,14 +182,15 @@ def check(config: RunConfig) -> None:
     between("seed", config.seed, 0, 2**32 - 1)
 
     data, protocol = config.data, config.protocol
-    one_of("data.source", data.source, ("sample", "oppu"))
+    one_of("data.source", data.source, ("sample", "movie_raters", "oppu"))
     one_of("data.task_users", data.task_users, ("auto", "others", "evaluated"))
     at_least("data.max_users", data.max_users, 1)
     at_least("data.max_queries", data.max_queries, 1)
     at_least("data.max_records", data.max_records, 0)
-    if data.source == "sample":
+    if data.source in ("sample", "movie_raters"):
         at_least("data.n_users", data.n_users, 1)
         at_least("data.n_task_users", data.n_task_users, 1)
+    if data.source == "sample":
         at_least("data.n_queries", data.n_queries, 1)
         at_least("data.n_records", data.n_records, 0)
         between("data.signal", data.signal, 0, 1)

@@ -48,7 +48,10 @@ def test_every_experiment_composes(experiment, setting):
     assert config.task in TASKS
     assert config.arms
     assert set(config.arms) <= set(ARMS)
-    assert config.data.source == {"sample": "sample", "paper": "oppu"}[setting]
+    own_data = {"movie_raters_per_user": "movie_raters"}
+    assert config.data.source == own_data.get(
+        experiment, {"sample": "sample", "paper": "oppu"}[setting]
+    )
 
 
 def test_every_file_of_every_group_is_usable():
@@ -276,6 +279,11 @@ MISTAKES = {
     "type": (["adapter.user.rank=many"], ["adapter.user.rank", "many"]),
     "experiment": (["experiment=music"], ["music", *EXPERIMENTS]),
     "no data": (["data=oppu"], ["option data.dir"]),
+    "other people": (["data=movie_raters"], ["task=movie_tagging", "movie_rating"]),
+    "no raters": (
+        ["experiment=movie_raters_per_user", "data.dir=nowhere"],
+        ["nowhere/vaderSentiment-0.5.zip", "data.dir="],
+    ),
     "no generator": (["task=product_rating"], ["task=product_rating", "movie_tagging"]),
 }
 OWN_PROCESS = ("typo", "several")  # the others share one, to save the imports

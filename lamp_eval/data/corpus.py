@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from lamp_eval.config import DataConfig
 from lamp_eval.errors import UserError, raise_if_any
@@ -27,6 +27,9 @@ class Corpus:
         n_records_left_out: records of all users that have no answer and teach nothing.
         checksum: SHA-256 over all users, histories, queries and golds that the run uses.
         files: SHA-256 of each file read, by path.
+        groups: who saw the same items, as a group's name by user id; a donor is then of the user's
+            own group, or what the items have in common would pass for something personal. Empty:
+            anyone may be a donor.
     """
 
     users: tuple[User, ...]
@@ -36,6 +39,7 @@ class Corpus:
     n_records_left_out: int
     checksum: str
     files: dict[str, str]
+    groups: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_corpus(task: Task, data: DataConfig) -> Corpus:
@@ -44,11 +48,15 @@ def load_corpus(task: Task, data: DataConfig) -> Corpus:
     Raises:
         UserError: with all problems found in the input.
     """
-    from lamp_eval.data import oppu, sample
+    from lamp_eval.data import movie_raters, oppu, sample
 
+    groups: dict[str, str] = {}
     if data.source == "sample":
         users, task_users = sample.generate(task, data)
         files: dict[str, str] = {}
+    elif data.source == "movie_raters":
+        users, task_users, files = movie_raters.read(task, data)
+        groups = {user.id: movie_raters.block_of(user.id) for user in users}
     else:
         users, task_users, files = oppu.read(task, data)
     users, n_left_out = _answered(users[: data.max_users], task)
@@ -70,6 +78,7 @@ def load_corpus(task: Task, data: DataConfig) -> Corpus:
         n_records_left_out=n_left_out,
         checksum=_checksum(users, task_users),
         files=files,
+        groups=groups,
     )
 
 
