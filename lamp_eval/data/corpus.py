@@ -61,7 +61,7 @@ def load_corpus(task: Task, data: DataConfig) -> Corpus:
         users, task_users, files = oppu.read(task, data)
     users, n_left_out = _answered(users[: data.max_users], task)
     users = tuple(_newest(user, data) for user in users)
-    sources = [*files, "data=sample"]  # the evaluated users' file first
+    sources = [*files] or ["data=sample"]  # the evaluated users' file first
     check_users(users, task, sources[0])
     if task_users and data.task_users != "evaluated":
         origin = "others"

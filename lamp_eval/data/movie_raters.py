@@ -128,8 +128,8 @@ def choose(blocks: Sequence[Block], data: DataConfig) -> tuple[tuple[User, ...],
     n_blocks = -(-data.n_users // RATERS_OF_A_BLOCK)
     evaluated = [user for b in order[:n_blocks] for user in _raters(b, data)[:RATERS_OF_A_BLOCK]]
     seen = {text for block in order[:n_blocks] for text in block.texts}
-    # Two blocks have a sentence in common.
-    rest = [block for block in reversed(order[n_blocks:]) if seen.isdisjoint(block.texts)]
+    # By sentence, not by name: two blocks have a sentence in common.
+    rest = [block for block in reversed(order) if seen.isdisjoint(block.texts)]
     ranked = [(rank, user) for b in rest for rank, user in enumerate(_raters(b, data))]
     others = [user for _, user in sorted(ranked, key=lambda pair: pair[0])]  # stable
     raise_if_any(
@@ -213,8 +213,9 @@ def _members(content: bytes, where: str) -> tuple[bytes, bytes]:
     """The two files of the archive that lies in the archive."""
     try:
         with zipfile.ZipFile(BytesIO(content)) as outer:
-            size = outer.getinfo(INNER).file_size
-            inner = outer.read(INNER) if size <= _MAX_BYTES else b""
+            if outer.getinfo(INNER).file_size > _MAX_BYTES:
+                raise ValueError(f"{INNER} has more than {_MAX_BYTES >> 20} MB")
+            inner = outer.read(INNER)
         with tarfile.open(fileobj=BytesIO(inner), mode="r:gz") as archive:
             return _member(archive, TEXTS), _member(archive, RATINGS)
     # What zipfile, tarfile and their decompressors raise for a damaged archive.
