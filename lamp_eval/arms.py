@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lamp_eval.config import ProtocolConfig
@@ -52,14 +52,27 @@ COMPARISONS = (
 )
 
 
-def donors(user_ids: Sequence[str], seed: int) -> dict[str, str]:
+def donors(
+    user_ids: Sequence[str], seed: int, groups: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """For each user the donor whose adapter the cross-user control serves them with.
 
     A seeded derangement: the users in the order of their seeds, each served by the next.
 
     Args:
-        user_ids: at least two, all different.
+        user_ids: all different.
         seed: the run's.
+        groups: by user id the group that the donor must be of; not given or empty: all are one.
+
+    Returns:
+        The donor's id by user id, without users who are alone in their group.
     """
-    circle = sorted(user_ids, key=lambda user_id: (user_seed(seed, user_id), user_id))
-    return dict(zip(circle, circle[1:] + circle[:1], strict=True))
+    circles: dict[str | None, list[str]] = {}
+    for user_id in sorted(user_ids, key=lambda user_id: (user_seed(seed, user_id), user_id)):
+        circles.setdefault(groups[user_id] if groups else None, []).append(user_id)
+    return {
+        user_id: donor_id
+        for circle in circles.values()
+        if len(circle) > 1
+        for user_id, donor_id in zip(circle, circle[1:] + circle[:1], strict=True)
+    }

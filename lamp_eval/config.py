@@ -18,10 +18,14 @@ RETRIEVAL = ("bm25", "dense", "recency", "random")
 
 @dataclass
 class DataConfig:
-    """Whom the run evaluates. The `n_*`, `signal` and `seed` belong to `data=sample` only."""
+    """Whom the run evaluates.
 
-    source: str = MISSING  # sample | oppu | lamp
-    dir: str | None = None  # folder with the released files
+    `n_users`, `n_task_users` and `seed` belong to `data=sample` and `data=movie_raters`;
+    `n_records`, `n_queries` and `signal` to `data=sample` only. `seed` also draws users.
+    """
+
+    source: str = MISSING  # sample | movie_raters | oppu | lamp
+    dir: str | None = None  # folder with the released files, or with the raters' archive
     kind: str = "user"  # user | time: which of the benchmark's two ways to split, in data=lamp
     split: str = "dev"  # train | dev: whom to evaluate, in data=lamp
     task_users: str = "auto"  # others | evaluated | auto: others where there is such a file
@@ -189,7 +193,7 @@ def check(config: RunConfig) -> None:
     between("seed", config.seed, 0, 2**32 - 1)
 
     data, protocol = config.data, config.protocol
-    one_of("data.source", data.source, ("sample", "oppu", "lamp"))
+    one_of("data.source", data.source, ("sample", "movie_raters", "oppu", "lamp"))
     one_of("data.kind", data.kind, ("user", "time"))
     one_of("data.split", data.split, ("train", "dev"))
     one_of("data.select", data.select, ("first", "longest", "random"))
@@ -198,9 +202,10 @@ def check(config: RunConfig) -> None:
     at_least("data.max_task_users", data.max_task_users, 1)
     at_least("data.max_queries", data.max_queries, 1)
     at_least("data.max_records", data.max_records, 0)
-    if data.source == "sample":
+    if data.source in ("sample", "movie_raters"):
         at_least("data.n_users", data.n_users, 1)
         at_least("data.n_task_users", data.n_task_users, 1)
+    if data.source == "sample":
         at_least("data.n_queries", data.n_queries, 1)
         at_least("data.n_records", data.n_records, 0)
         between("data.signal", data.signal, 0, 1)

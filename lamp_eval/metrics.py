@@ -38,7 +38,7 @@ def score_output(task: Task, output: str, gold: str) -> dict[str, Scores]:
     | | official | protocol |
     |---|---|---|
     | label | exact, case included, after stripping | found in the output, whatever the case |
-    | rating | `float`; else the farther end of the scale | the first digit that is a label |
+    | rating | `float`; else the farther end of the scale | the first signed digit in the labels |
     | text | ROUGE F1 without stemmer | with stemmer |
 
     Officially "45" is an error of 40 or more, and what `float` makes nothing finite of is as far
@@ -188,8 +188,10 @@ def _parse_label(task: Task, rules: str, output: str) -> str | None:
     if rules == "official":
         return output.strip() if output.strip() in task.labels else None
     if task.answer_pattern:
-        found = re.search(task.answer_pattern, output)
-        return next(label for label in task.labels if found[1] in label) if found else None
+        found = re.search(task.answer_pattern, output.replace("\N{MINUS SIGN}", "-"))
+        if found is None or found[1] in task.labels:  # "4" is also a part of "-4"
+            return found[1] if found else None
+        return next(label for label in task.labels if found[1] in label)
     text = " ".join(output.lower().split())
     # The longest first; of equal length in the order of the alphabet.
     by_length = sorted(task.labels, key=lambda label: (-len(label), label))

@@ -79,18 +79,22 @@ class Plan:
         self.arms: dict[str, Arm] = {name: arm(name, config.protocol) for name in config.arms}
         self.with_history = [user for user in corpus.users if user.history]
         self.donors: dict[str, str] = {}
-        if "cross_user" in self.arms and len(self.with_history) > 1:
-            self.donors = donors([user.id for user in self.with_history], config.seed)
+        if "cross_user" in self.arms:
+            ids = [user.id for user in self.with_history]
+            self.donors = donors(ids, config.seed, corpus.groups)
         self.users = {user.id: user for user in corpus.users}
         self._requests: dict[tuple[str, int], list[Request]] = {}
         self._examples: dict[str, list[Example]] = {}
 
     def check(self) -> None:
         """Raises `UserError` for what can be known to fail before anything is computed."""
-        if "cross_user" in self.arms and not self.donors:
+        alone = [user.id for user in self.with_history if user.id not in self.donors]
+        if "cross_user" in self.arms and (alone or not self.donors):
+            of_group = " who saw the same items" if self.corpus.groups else ""
             raise UserError(
-                expected="at least two users with a history, so that one can be the other's donor",
-                found=str(len(self.with_history)),
+                expected=f"at least two users with a history{of_group}, so that one can be the "
+                "other's donor",
+                found=f"nobody for {', '.join(alone)}" if alone else "none",
                 where="arm cross_user",
                 fix="evaluate more users, or remove cross_user from arms",
             )

@@ -50,6 +50,19 @@ def test_donors_are_a_derangement(n, seed):
     assert all(user != donor for user, donor in donor_of.items())
 
 
+def test_a_donor_is_of_the_users_own_group():
+    groups = {f"user-{i}": f"group-{i % 4}" for i in range(14)} | {"lonely": "group-4"}
+    donor_of = donors(list(groups), 0, groups)
+    assert set(donor_of) == set(groups) - {"lonely"}
+    assert sorted(donor_of.values()) == sorted(donor_of)
+    for user, donor in donor_of.items():
+        assert user != donor
+        assert groups[user] == groups[donor]
+    assert donors(list(groups)[::-1], 0, groups) == donor_of
+    assert len({str(sorted(donors(list(groups), seed, groups).items())) for seed in range(5)}) > 1
+    assert donors(list(groups), 0, {}) == donors(list(groups), 0)
+
+
 def test_donors_do_not_depend_on_the_order_of_users():
     ids = [f"user-{i}" for i in range(20)]
     assert donors(ids, 0) == donors(ids[::-1], 0) == donors(sorted(ids, key=hash), 0)

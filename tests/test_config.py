@@ -49,7 +49,10 @@ def test_every_experiment_composes(experiment, setting):
     assert config.arms
     assert set(config.arms) <= set(ARMS)
     real = "lamp" if experiment.endswith("_benchmark") else "oppu"
-    assert config.data.source == {"sample": "sample", "paper": real}[setting]
+    own_data = {"movie_raters_per_user": "movie_raters"}
+    assert config.data.source == own_data.get(
+        experiment, {"sample": "sample", "paper": real}[setting]
+    )
 
 
 def test_every_file_of_every_group_is_usable():
@@ -302,6 +305,11 @@ MISTAKES = {
     "type": (["adapter.user.rank=many"], ["adapter.user.rank", "many"]),
     "experiment": (["experiment=music"], ["music", *EXPERIMENTS]),
     "no data": (["data=oppu"], ["option data.dir"]),
+    "other people": (["data=movie_raters"], ["task=movie_tagging", "movie_rating"]),
+    "no raters": (
+        ["experiment=movie_raters_per_user", "data.dir=nowhere"],
+        ["nowhere/vaderSentiment-0.5.zip", "data.dir="],
+    ),
 }
 OWN_PROCESS = ("typo", "several")  # the others share one, to save the imports
 ONE_AFTER_THE_OTHER = """

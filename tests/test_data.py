@@ -525,6 +525,8 @@ def test_the_data_card_counts_what_could_be_looked_up():
         "queries that repeat an earlier one": 1,
         "queries whose text is in a record of their user": 1,
         "queries whose text the task adapter's users have": 3,
+        "queries whose text is in a record of another user": 0,
+        "queries whose text another user is asked as well": 0,
         "golds that are in a record of their user": 1,
     }
     # Where the task adapter is trained on the histories alone, their queries are no leak.

@@ -15,6 +15,7 @@ from lamp_eval.metrics import arm_metrics, score_output
 from lamp_eval.tasks import TASKS, Task
 
 MOVIES, RATINGS = TASKS["movie_tagging"], TASKS["product_rating"]
+MOVIE_RATINGS = TASKS["movie_rating"]
 CITATIONS, HEADLINES = TASKS["citation"], TASKS["news_headline"]
 
 
@@ -147,6 +148,57 @@ def test_a_gold_that_is_no_label_is_an_error(task: Task, gold: str) -> None:
     # The official evaluator would count "horror" as right for any output that is no label.
     with pytest.raises(UserError, match=f"found: +'{gold}'"):
         score_output(task, "horror", gold)
+
+
+@pytest.mark.parametrize(
+    ("output", "gold", "official", "protocol"),  # errors; None: nothing was parsed
+    [
+        ("-4", "-4", 0, 0),
+        ("4", "-4", 8, 8),  # "4" is a part of "-4", the first label
+        (" -3\n", "-3", 0, 0),
+        ("\N{MINUS SIGN}3", "-3", 7, 0),  # a sign that `float` does not know
+        ("+2", "2", 0, 0),
+        ("+2", "-2", 4, 4),
+        ("0", "0", 0, 0),
+        ("-0", "0", 0, 0),
+        ("2 out of 4", "2", 6, 0),
+        ("-1 on a scale of -4 to 4", "0", 4, 1),
+        ("score: -2.", "-2", 6, 0),
+        ("score-3", "3", 7, 0),  # a hyphen
+        ("-2.5", "-2", 0.5, 0),
+        ("10", "4", 6, None),
+        ("5", "4", 1, None),
+        ("-12", "-1", 11, None),
+        ("nan", "0", 4, None),
+        ("good", "0", 4, None),  # both ends are as far
+        ("good", "-1", 5, None),
+        ("good", "1", 5, None),
+        ("", "-4", 8, None),
+    ],
+)
+def test_ratings_may_be_negative(
+    output: str, gold: str, official: float, protocol: float | None
+) -> None:
+    scores = score_output(MOVIE_RATINGS, output, gold)
+    assert scores["official"]["absolute_error"] == official
+    assert scores["protocol"]["absolute_error"] == protocol
+    for rules, error in (("official", official), ("protocol", protocol)):
+        assert scores[rules]["correct"] == (error == 0)
+    assert scores["protocol"]["failed_parse"] == (protocol is None)
+
+
+@pytest.mark.parametrize("label", MOVIE_RATINGS.labels)
+def test_every_negative_and_positive_label_is_found_as_itself(label: str) -> None:
+    for output in (label, f" {label}\n", f"The score is {label}, or so."):
+        for other in MOVIE_RATINGS.labels:
+            scores = score_output(MOVIE_RATINGS, output, other)["protocol"]
+            assert scores["correct"] == (label == other)
+            assert scores["absolute_error"] == abs(int(label) - int(other))
+    assert score_output(MOVIE_RATINGS, label, label)["official"] == {
+        "correct": 1,
+        "failed_parse": 0,
+        "absolute_error": 0,
+    }
 
 
 def _metrics(task: Task, *outputs_and_golds: tuple[str, str]) -> dict[str, dict[str, Any]]:

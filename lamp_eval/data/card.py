@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -37,6 +37,8 @@ def data_card(task: Task, corpus: Corpus) -> dict[str, dict[str, Any]]:
         "queries of a user": _spread(per_user),
         "largest share of the queries": max(per_user) / len(queries),
     }
+    if corpus.groups:
+        size["groups of users with the same items"] = len(set(corpus.groups.values()))
     return {
         "size": size,
         "answers": _answers(task, users, queries),
@@ -76,7 +78,9 @@ def _leaks(task: Task, corpus: Corpus) -> dict[str, int]:
     """How many queries could be answered by looking them up.
 
     A query's text may stand in a record of its user, or belong to the users who train the task
-    adapter; a free-text gold may stand in a record of its user, word for word.
+    adapter; a free-text gold may stand in a record of its user, word for word. A text in another
+    evaluated user's record is known to that user's adapter, which may be a donor's. Users who are
+    asked the same are not independent of each other: intervals over users may be too narrow.
     """
     of_others = set()
     if corpus.task_users_origin == "others":
@@ -88,6 +92,20 @@ def _leaks(task: Task, corpus: Corpus) -> dict[str, int]:
         texts = [value for record in user.history for value in record.fields.values()]
         return sum(any(wanted(query) in text for text in texts) for query in user.queries)
 
+    asked, recorded = defaultdict(set), defaultdict(set)  # user ids by text
+    for user in corpus.users:
+        for query in user.queries:
+            asked[_text(task, query)].add(user.id)
+        for record in user.history:
+            recorded[record.fields[task.text_field].strip()].add(user.id)
+
+    def n_shared(by_text: Mapping[str, set[str]]) -> int:
+        return sum(
+            not by_text.get(_text(task, query), set()) <= {user.id}
+            for user in corpus.users
+            for query in user.queries
+        )
+
     found = {
         "queries whose text is in a record of their user": sum(
             in_own_record(user, lambda query: _text(task, query)) for user in corpus.users
@@ -95,6 +113,8 @@ def _leaks(task: Task, corpus: Corpus) -> dict[str, int]:
         "queries whose text the task adapter's users have": sum(
             _text(task, query) in of_others for user in corpus.users for query in user.queries
         ),
+        "queries whose text is in a record of another user": n_shared(recorded),
+        "queries whose text another user is asked as well": n_shared(asked),
     }
     if not task.labels:
         found["golds that are in a record of their user"] = sum(

@@ -35,6 +35,9 @@ class Corpus:
         files: SHA-256 of each file read, by path.
         notes: what is odd in the data.
         profiles: a text about each user, by user id; empty if there are none.
+        groups: who saw the same items, as a group's name by user id; a donor is then of the user's
+            own group, or what the items have in common would pass for something personal. Empty:
+            anyone may be a donor.
     """
 
     users: tuple[User, ...]
@@ -46,6 +49,7 @@ class Corpus:
     files: dict[str, str]
     notes: tuple[str, ...] = ()
     profiles: Mapping[str, str] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_corpus(task: Task, data: DataConfig) -> Corpus:
@@ -54,9 +58,10 @@ def load_corpus(task: Task, data: DataConfig) -> Corpus:
     Raises:
         UserError: with all problems found in the input.
     """
-    from lamp_eval.data import oppu, questions, sample
+    from lamp_eval.data import movie_raters, oppu, questions, sample
 
     notes: list[str] = []
+    groups: dict[str, str] = {}
     n_left_out = 0
     users: Sequence[User]
     task_users: Sequence[User]
@@ -68,12 +73,15 @@ def load_corpus(task: Task, data: DataConfig) -> Corpus:
     else:
         if data.source == "sample":
             all_users, task_users = sample.generate(task, data)
+        elif data.source == "movie_raters":
+            all_users, task_users, files = movie_raters.read(task, data)
+            groups = {user.id: movie_raters.block_of(user.id) for user in all_users}
         else:
             all_users, task_users, files = oppu.read(task, data)
         ids, lengths = [u.id for u in all_users], [len(u.history) for u in all_users]
         chosen = tuple(all_users[i] for i in _selected(ids, lengths, data))
         users, n_left_out = _answered(chosen, task)
-        sources = [*files, "data=sample"]  # the evaluated users' file first
+        sources = [*files] or [f"data={data.source}"]  # the evaluated users' file first
         notes += check_users(users, task, sources[0])
         if task_users:
             task_users, n_more = _answered(task_users, task)
@@ -102,6 +110,7 @@ def load_corpus(task: Task, data: DataConfig) -> Corpus:
         profiles=profiles,
         checksum=_checksum(users, task_users, profiles),
         files=files,
+        groups=groups,
     )
 
 

@@ -1,7 +1,8 @@
-"""The seven LaMP tasks. Adding one: a file here and a line in `TASKS`."""
+"""The seven LaMP tasks and `movie_rating`. Adding one: a file here and a line in `TASKS`."""
 
 from lamp_eval.tasks import (
     citation,
+    movie_rating,
     movie_tagging,
     news_categorize,
     news_headline,
@@ -21,6 +22,7 @@ TASKS: dict[str, Task] = {
         news_headline.TASK,
         scholarly_title.TASK,
         tweet_paraphrase.TASK,
+        movie_rating.TASK,
     )
 }
 

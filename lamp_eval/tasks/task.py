@@ -14,7 +14,7 @@ METRICS = {
 
 @dataclass(frozen=True)
 class OppuPrompts:
-    """The released prompt strings of one task (`TamSiuhin/OPPU`, `prompt/prompt.json`).
+    """The prompt strings of one task; LaMP's as released (`TamSiuhin/OPPU`, `prompt/prompt.json`).
 
     `{field}` names a record's field. A query's input gives its item's text, and in citation
     identification two options after it: `query_prompt` takes all as `{}`, `retrieval_query_test`
@@ -72,11 +72,11 @@ class ChatPrompts:
 
 @dataclass(frozen=True)
 class Task:
-    """One LaMP task.
+    """One task.
 
     Attributes:
         name: as in configs and files, e.g. `movie_tagging`.
-        lamp_id: the benchmark's id, e.g. `LaMP_2M`.
+        lamp_id: the benchmark's id, e.g. `LaMP_2M`; the name again if the task is not of LaMP.
         kind: what an answer is: `label`, `rating` (a label with an order) or `text`.
         text_field: the record's field with the text.
         gold_field: the record's field with the answer.
@@ -86,8 +86,9 @@ class Task:
         more_fields: fields that records of some sources have besides text and answer.
         labels: all valid answers; none if the answer is free text.
         labelled_records: whether records carry the same labels as queries.
-        answer_pattern: under the protocol's rules, finds an answer in an output; its group 1 is
-            part of one label only. None: the label itself is looked for.
+        answer_pattern: under the protocol's rules, finds an answer in an output; its group 1 is a
+            label, or part of one label only. U+2212 is read as "-". None: the label itself is
+            looked for.
         labels_pattern: finds the labels that an input lists, divided by ", ", as group 1.
     """
 
