@@ -112,7 +112,7 @@ def forest(
     """Δ and Δᵤ with their intervals and the zero line: a row for each label, a panel each column.
 
     Args:
-        labels: of the rows, at most `MAX_PANEL_ROWS`; a second line is set smaller by nobody.
+        labels: of the rows, at most `MAX_PANEL_ROWS`, of one or two lines.
         panels: by title the estimate of each row; None: the row has no such comparison.
         metric: its name, for the axis.
         higher_is_better: its direction, for the axis.
@@ -181,7 +181,8 @@ def gain_by_history(
         most_queries = max(1, *(point.n_queries for point in points))
         for axes, (title, own) in zip(grid.flat, panels.items(), strict=False):
             _scale_records(axes, [point.n_records for point in points])
-            axes.set_ylim(*_limits([point.gain for point in points]))
+            low, high = _limits([point.gain for point in points])
+            axes.set_ylim(low, high + (0.22 if small else 0.14) * (high - low))  # for the means
             _gain_panel(axes, own, most_queries, small)
             axes.set_title(title, loc="left", fontsize=8 if small else 9)
         direction = "better ↑" if higher_is_better else "better ↓"
@@ -218,7 +219,10 @@ def depth(sweeps: Sequence[Depth], *, metric: str, higher_is_better: bool) -> Dr
             _lines(
                 below,
                 sweep.blocks,
-                {name: [e and e.delta_u for e in own] for name, own in sweep.gains.items()},
+                {
+                    name: [e.delta_u if e else None for e in own]
+                    for name, own in sweep.gains.items()
+                },
                 _GAIN_LINES,
                 {name: [_interval(e) for e in own] for name, own in sweep.gains.items()},
             )
@@ -310,15 +314,15 @@ def _gain_panel(axes: Axes, points: Sequence[UserPoint], most_queries: int, smal
     queries = Counter[tuple[int, float]]()
     for p in points:
         queries[p.n_records, round(p.gain, 9)] += p.n_queries
-    largest = 60 if small else 110
+    largest = 26 if small else 80
     axes.scatter(
         [x for x, _ in places],
         [y for _, y in places],
-        s=[max(6.0, largest * min(2.0, queries[place] / most_queries)) for place in places],
+        s=[max(5.0, largest * min(2.0, queries[place] / most_queries)) for place in places],
         facecolor=LIGHT,
         edgecolor=DARK,
-        linewidth=0.7,
-        alpha=0.75,
+        linewidth=0.6,
+        alpha=0.8,
     )
     if len(places) <= 12:
         for (x, y), n in places.items():
@@ -326,6 +330,11 @@ def _gain_panel(axes: Axes, points: Sequence[UserPoint], most_queries: int, smal
                 axes.annotate(
                     f"×{n}", (x, y), xytext=(7, -3), textcoords="offset points", fontsize=7
                 )
+    _class_means(axes, points, fontsize=6 if small else 8)
+
+
+def _class_means(axes: Axes, points: Sequence[UserPoint], fontsize: float) -> None:
+    """A bar over each class of history length, its mean and number of users above the points."""
     low, high = axes.get_xlim()
     starts = [*HISTORY_CLASSES.values(), math.inf]
     for start, end in zip(starts, starts[1:], strict=False):
@@ -336,23 +345,27 @@ def _gain_panel(axes: Axes, points: Sequence[UserPoint], most_queries: int, smal
         ends = [max(low, start), min(high, end)]
         axes.plot(ends, [mean, mean], color="white", linewidth=4, solid_capstyle="butt")
         axes.plot(ends, [mean, mean], color=INK, linewidth=2, solid_capstyle="butt")
-        # In the middle of the bar as it is seen, on a log axis too.
-        (a, _), (b, _) = axes.transData.transform([(ends[0], mean), (ends[1], mean)])
-        middle = axes.transData.inverted().transform(((a + b) / 2, 0))[0]
-        axes.annotate(
-            f"{signed(mean)} ({len(own)})",
-            (middle, mean),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=6 if small else 8,
-            bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.6},
-        )
+        if end < high:
+            axes.axvline(end, color=INK, linewidth=0.6, linestyle=":")
+        # In the middle of the class as it is seen, on a log axis too; in inches.
+        a, b = (axes.transData.transform((x, 0))[0] / axes.figure.dpi for x in ends)
+        if b - a > fontsize * 0.055:  # two lines of about six letters
+            middle = axes.transData.inverted().transform(((a + b) / 2 * axes.figure.dpi, 0))[0]
+            axes.text(
+                middle,
+                0.985,
+                f"{signed(mean)}\n({len(own)})",
+                transform=axes.get_xaxis_transform(),
+                ha="center",
+                va="top",
+                fontsize=fontsize,
+                linespacing=1.05,
+            )
 
 
 def _scale_records(axes: Axes, n_records: Sequence[int]) -> None:
     """Logarithmic where the histories' lengths span more than a decade."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+    from matplotlib.ticker import MaxNLocator
 
     low, high = min(n_records), max(n_records)
     if high > 10 * max(1, low):
@@ -362,8 +375,10 @@ def _scale_records(axes: Axes, n_records: Sequence[int]) -> None:
         else:
             axes.set_xscale("log")
             axes.set_xlim(low / 1.3, high * 1.3)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        steps = [m * 10**k for k in range(9) for m in (1, 3)]
+        ticks = [0] * (low < 1) + [t for t in steps if low / 1.3 <= t <= high * 1.3]
+        axes.set_xticks(ticks, [str(t) for t in ticks])
+        axes.minorticks_off()
     else:
         pad = max(1.0, 0.08 * (high - low))
         axes.set_xlim(low - pad, high + pad)
@@ -393,7 +408,7 @@ def _lines(
                 axes.plot([a + shift] * 2, interval, color=looks[name]["color"], linewidth=1.2)
         ends.append((known[-1][1], name))
     low, high = axes.get_ylim()
-    gap, lowest = 0.06 * (high - low), -math.inf
+    gap, lowest = 0.07 * (high - low), -math.inf
     for value, name in sorted(ends):
         lowest = max(value, lowest + gap)  # names do not cover each other
         axes.annotate(

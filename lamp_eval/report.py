@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -26,7 +26,7 @@ from lamp_eval.leaderboard import main_rows
 from lamp_eval.metrics import LOWER_IS_BETTER, QUERY_SCORES, RULES
 from lamp_eval.plots import signed
 from lamp_eval.results import RUN_FILE, RunRecord, find_runs, read_run
-from lamp_eval.statistics import holm
+from lamp_eval.statistics import HISTORY_CLASSES, holm
 from lamp_eval.tasks import TASKS, Task
 
 REPORT_FILE, PLOTS_DIR = "report.html", "report"
@@ -408,7 +408,8 @@ def _example_queries(
         answers = []
         for arm, row in rows.items():
             scores = [
-                f"{rules} {_plain(number(row.scores.get(rules, {}).get(score)))}" for rules in RULES
+                f"{rules}\N{NO-BREAK SPACE}{_plain(number(row.scores.get(rules, {}).get(score)))}"
+                for rules in RULES
             ]
             cut = [] if row.finished else ["cut off at the limit of tokens"]
             answers.append(Answer(arm, row.output, " · ".join([*scores, *cut])))
@@ -427,7 +428,7 @@ def _why(error: Exception) -> str:
 # Runs side by side
 
 # Columns of a summary that say how a run was configured.
-_CONFIGURATION = (
+_CONFIGURATION: tuple[tuple[str, Callable[[Run], Any]], ...] = (
     ("model", lambda run: run.known("model")),
     ("quantization", lambda run: run.known("quantization")),
     ("blocks", lambda run: run.known("blocks")),
@@ -482,10 +483,11 @@ def _interval_plots(runs: Sequence[Run]) -> list[Plot]:
         run = runs[0]
         rows = {pair: run.row(*pair) or {} for pair in present}
         labels = [
-            f"{arm} − {reference}\n{_value(row.get('value'))} against {_value(row.get('reference_value'))}"
+            f"{arm} − {reference}\n"
+            f"{_value(row.get('value'))} against {_value(row.get('reference_value'))}"
             for (arm, reference), row in rows.items()
         ]
-        column = {"value − reference": [_estimate(row) for row in rows.values()]}
+        column = {"arm − reference": [_estimate(row) for row in rows.values()]}
         caption = (
             f"{task.name}, run {run.number}: every comparison of two arms with its 95 % intervals "
             "(one bar: Δᵤ; broken bar: Δ). Numbers on the right are Δᵤ."
@@ -513,7 +515,7 @@ def _history_plots(runs: Sequence[Run]) -> list[Plot]:
     task = runs[0].task
     known = [run for run in runs if run.gains]
     made = []
-    parts = _parts(known, plots.MAX_PANELS)
+    parts = _parts(known, plots.MAX_PANELS, step=3)
     for i, part in enumerate(parts, start=1):
         panels = {
             _shorten(run.label): [
@@ -525,8 +527,9 @@ def _history_plots(runs: Sequence[Run]) -> list[Plot]:
         caption = (
             f"{task.name}: each user's gain, user − task, against the length of the history; "
             f"{'run' if len(part) == 1 else 'runs'} {_numbers(part)}{_part_of(i, parts)}. "
-            "The area of a point grows with the user's queries, ×n marks n users at one place; bars "
-            "are means of users with <25, 25–49, 50–99 and ≥100 records (their number)."
+            "The area of a point grows with the user's queries, ×n marks n users at one place. "
+            f"Bars are means of the users with {', '.join(HISTORY_CLASSES)} records; above them, "
+            "where there is room, the mean and the number of these users."
             + (f" Left out, without a score in both arms: {n_without} users." if n_without else "")
         )
         drawing = plots.gain_by_history(
@@ -576,10 +579,11 @@ def _estimate(row: _Row | None) -> plots.Estimate | None:
     return plots.Estimate(*(number(row.get(name)) for name in names)) if row else None
 
 
-def _parts(items: Sequence[Any], most: int) -> list[Sequence[Any]]:
-    """As few parts as possible, of nearly equal size."""
+def _parts(items: Sequence[Any], most: int, step: int = 1) -> list[Sequence[Any]]:
+    """As few parts as possible, of nearly equal size, a multiple of `step`."""
     n = math.ceil(len(items) / most)
-    return [items[len(items) * i // n : len(items) * (i + 1) // n] for i in range(n)]
+    size = step * math.ceil(len(items) / max(1, n) / step)
+    return [items[i * size : (i + 1) * size] for i in range(n)]
 
 
 def _part_of(i: int, parts: Sequence[Any]) -> str:
@@ -606,7 +610,7 @@ def _arm_table(rows: Iterable[_Row], *, full: bool) -> _Table:
     headings = [
         *(["metric", "rules"] if full else []),
         "arm", "against", "users", "queries", "value", "reference", "Δ [95 %]", "Δᵤ [95 %]", "p",
-        "detectable |Δᵤ|", "users +/=/−", "without a label", "cut prompts",
+        "users +/=/−", "detectable |Δᵤ|", "unparsed", *(["cut prompts"] if full else []),
     ]  # fmt: skip
     cells = [
         [
@@ -620,12 +624,12 @@ def _arm_table(rows: Iterable[_Row], *, full: bool) -> _Table:
             _interval(row, "delta", "ci_low", "ci_high"),
             _interval(row, "delta_u", "ci_u_low", "ci_u_high"),
             _p(row.get("p")),
-            _value(row.get("mde")),
             ""
             if row.get("user_wins") is None
             else "/".join(_plain(row.get(f"user_{name}")) for name in ("wins", "ties", "losses")),
+            _value(row.get("mde")),
             _share(row.get("failed_parse_rate")),
-            _share(row.get("cut_rate")),
+            *([_share(row.get("cut_rate"))] if full else []),
         ]
         for row in rows
     ]

@@ -1,4 +1,4 @@
-"""Finished runs made up for tests and benchmarks: random answers, scored and written as in a run."""
+"""Finished runs made up for tests and benchmarks: random answers, scored as those of a run."""
 
 import random
 from dataclasses import asdict
@@ -75,7 +75,7 @@ def make_run(
         for user_id in user_ids
     )
     donor_of = donors(user_ids, seed) if len(users) > 1 else {}
-    predictions = {}
+    predictions, rng = {}, random.Random(f"{seed}, {blocks}")
     for name in arms:
         predictions[name] = []
         for user in users:
@@ -84,7 +84,12 @@ def make_run(
                 output = query.gold if rng.random() < skill else _answer(spec, rng)
                 predictions[name].append(
                     Prediction(
-                        name, user.id, query.id, "0" * 16, output, query.gold,
+                        name,
+                        user.id,
+                        query.id,
+                        "0" * 16,
+                        output,
+                        query.gold,
                         donor_id=donor_of.get(user.id) if name == "cross_user" else None,
                         scores=score_output(spec, output, query.gold),
                     )  # fmt: skip
