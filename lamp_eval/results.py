@@ -137,22 +137,31 @@ def rebuild_leaderboard(output_dir: Path) -> tuple[Path, list[str]]:
     rows: list[dict[str, Any]] = []
     unreadable = []
     for path in find_runs(output_dir):
-        try:
-            found = RunRecord.model_validate_json(path.read_bytes()).leaderboard
-            unknown = {column for row in found for column in row} - set(LEADERBOARD_COLUMNS)
-            if unknown:
-                unreadable.append(f"{path}: unknown columns {', '.join(sorted(unknown))}")
-            else:
-                rows += found
-        except OSError as error:
-            unreadable.append(f"{path}: {error.strerror}")
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = ".".join(map(str, first["loc"]))
-            unreadable.append(f"{path}: not a run record of this version: {field} {first['msg']}")
+        record = read_run(path)
+        if isinstance(record, str):
+            unreadable.append(record)
+            continue
+        unknown = {column for row in record.leaderboard for column in row}
+        unknown -= set(LEADERBOARD_COLUMNS)
+        if unknown:
+            unreadable.append(f"{path}: unknown columns {', '.join(sorted(unknown))}")
+        else:
+            rows += record.leaderboard
     path = output_dir / "leaderboard.csv"
     write_csv(path, LEADERBOARD_COLUMNS, rows)
     return path, unreadable
+
+
+def read_run(path: Path) -> RunRecord | str:
+    """Reads a `run.json`; a line that says what is wrong with it if it cannot be read."""
+    try:
+        return RunRecord.model_validate_json(path.read_bytes())
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        return f"{path}: not a run record of this version: {field} {first['msg']}"
 
 
 def find_runs(output_dir: Path) -> list[Path]:

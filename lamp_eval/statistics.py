@@ -20,7 +20,7 @@ _BATCH_ELEMENTS = 4_000_000
 # Differences that vanish at this many decimals are float noise: they are ties.
 _DECIMALS = 12
 # The least records of a user in each class of history length (protocol.md, "Δ and Δᵤ").
-_HISTORY_CLASSES = {"<25": 0, "25–49": 25, "50–99": 50, "≥100": 100}
+HISTORY_CLASSES = {"<25": 0, "25–49": 25, "50–99": 50, "≥100": 100}
 _Z_POWER = float(stats.norm.ppf(0.975) + stats.norm.ppf(0.8))  # 2.80
 
 
@@ -196,10 +196,10 @@ def by_history_length(
         n_records: records in the history of each user id.
         options: the other arguments of `compare`.
     """
-    rows: dict[str, list[tuple[str, float, float]]] = {name: [] for name in _HISTORY_CLASSES}
+    rows: dict[str, list[tuple[str, float, float]]] = {name: [] for name in HISTORY_CLASSES}
     for row in zip(user_ids, values, reference_values, strict=True):
         least = n_records[row[0]]
-        rows[[name for name, n in _HISTORY_CLASSES.items() if n <= least][-1]].append(row)
+        rows[[name for name, n in HISTORY_CLASSES.items() if n <= least][-1]].append(row)
     return {name: compare(*zip(*own, strict=True), **options) for name, own in rows.items() if own}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("lamp_eval", "recipes", "on_device")
-HEAVY = ("torch", "mlx", "mlx_lm", "transformers", "peft")
+HEAVY = ("torch", "mlx", "mlx_lm", "transformers", "peft", "matplotlib")
 
 
 def module_name(path: Path) -> str:
