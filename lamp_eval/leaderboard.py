@@ -7,7 +7,7 @@ from dataclasses import asdict
 from itertools import product
 from typing import Any
 
-from lamp_eval.arms import COMPARISONS, Arm
+from lamp_eval.arms import Arm, comparisons
 from lamp_eval.config import RunConfig
 from lamp_eval.data import Corpus
 from lamp_eval.metrics import LOWER_IS_BETTER, QUERY_SCORES, RULES, arm_metrics
@@ -50,7 +50,7 @@ def leaderboard_rows(
     }
     pairs: list[tuple[str, str | None]] = []
     for name in arms:
-        references = [r for a, r in COMPARISONS if a == name and r in arms]
+        references = [r for a, r in comparisons(arms) if a == name]
         pairs += [(name, reference) for reference in references]
         if not references:
             pairs.append((name, None))
@@ -86,14 +86,14 @@ def leaderboard_rows(
             "reference_value": other,
             "failed_parse_rate": metrics[name][rules]["failed_parse_rate"],
             "cut_rate": cut_rates[name],
-            "model": config.model.name,
-            "quantization": config.quantization.name,
+            "model": None if chosen.method else config.model.name,
+            "quantization": None if chosen.method else config.quantization.name,
             "blocks": n_blocks if chosen.user_adapter else None,
             "rank": config.adapter.user.rank if chosen.user_adapter else None,
             "protocol": config.protocol.name,
-            "decoding": "greedy",
+            "decoding": None if chosen.method else "greedy",
             "retrieval": config.protocol.retrieval if chosen.n_retrieved else None,
-            "k": chosen.n_retrieved,
+            "k": None if chosen.method else chosen.n_retrieved,
             "seed": config.seed,
             "synthetic": corpus.synthetic,
             "task_users": corpus.task_users_origin if chosen.task_adapter else None,

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lamp_eval import display, environment, estimate
+from lamp_eval import display, environment, estimate, methods
 from lamp_eval.arms import Arm, arm, donors
 from lamp_eval.config import RunConfig, n_adapted_blocks
 from lamp_eval.data import Corpus
@@ -67,6 +67,7 @@ class Plan:
         )
         self.encoder = Encoder(load_tokenizer(self.model.path), task, config.protocol, config.seed)
         self.arms: dict[str, Arm] = {name: arm(name, config.protocol) for name in config.arms}
+        self.methods: dict[str, methods.Method] = {}  # of the registered arms, after `check`
         self.torch_device = environment.torch_device(config.executor.torch_device)
         self.with_history = [user for user in corpus.users if user.history]
         self.donors: dict[str, str] = {}
@@ -78,6 +79,8 @@ class Plan:
 
     def check(self) -> None:
         """Raises `UserError` for what can be known to fail before anything is computed."""
+        own = (name for name, chosen in self.arms.items() if chosen.method)
+        self.methods = {name: methods.load(name) for name in own}
         if "cross_user" in self.arms and not self.donors:
             raise UserError(
                 expected="at least two users with a history, so that one can be the other's donor",
@@ -265,6 +268,8 @@ class Plan:
         }
         units = {}
         for name, chosen in self.arms.items():
+            if chosen.method:  # code that no key could stand for: it runs each time
+                continue
             base = key_hash(self.base_units[chosen.task_adapter].key)
             for user in self.corpus.users:
                 owner = self.adapter_owner(name, user)
@@ -279,7 +284,7 @@ class Plan:
     @cached_property
     def base_units(self) -> dict[bool, Unit]:
         """The bases that the arms need: with (True) and without (False) the task adapter."""
-        wanted = sorted({chosen.task_adapter for chosen in self.arms.values()})
+        wanted = sorted({chosen.task_adapter for chosen in self.arms.values() if not chosen.method})
         return {task_adapter: self._base_unit(task_adapter) for task_adapter in wanted}
 
     # Before the work
@@ -294,7 +299,10 @@ class Plan:
         n_queries = sum(len(user.queries) for user in corpus.users)
         n_records = sum(len(user.history) for user in corpus.users)
         say(f"  data: {len(corpus.users)} {kind}, {n_records} records, {n_queries} queries")
-        say(f"  model: {config.model.name} ({self.model.origin}), {config.quantization.name}")
+        if self.base_units:
+            say(f"  model: {config.model.name} ({self.model.origin}), {config.quantization.name}")
+        for name in self.methods:
+            say(f"  {name}: {methods.described(name)}, called each time")
         if corpus.task_users_origin == "evaluated" and self._needs_training:
             say("  [yellow]the task adapter is trained on the evaluated users' own histories: there"
                 " are no other users[/] (data.task_users)")  # fmt: skip
@@ -309,7 +317,10 @@ class Plan:
             if total:
                 say(f"  {name}: {n_missing} to do{reused}")
         seconds = self._estimate_seconds(missing)
-        say(f"  estimated time: {display.duration(seconds)}" if seconds else "  nothing to compute")
+        if seconds:
+            say(f"  estimated time: {display.duration(seconds)}")
+        elif not self.methods:
+            say("  nothing to compute")
 
     def _missing(self) -> tuple[dict[str, list[Unit]], dict[str, int]]:
         """The units to compute, and how many there are with those to reuse, by kind."""

@@ -79,6 +79,7 @@ class Encoder:
         """One request per query, retrieving in the whole history."""
         room = self.protocol.max_tokens - self.task.max_new_tokens
         requests = []
+        inputs = {query.id: query.input for query in user.queries}
         for query_id, text, options, gold, retrieved in self._queries(user, k):
             _, prompt_ids, n_cut_words = self._fit(
                 retrieved,
@@ -87,7 +88,9 @@ class Encoder:
                 room,
                 f"user {user.id!r}, query {query_id!r}",
             )
-            requests.append(Request(user.id, query_id, tuple(prompt_ids), gold, n_cut_words))
+            requests.append(
+                Request(user.id, query_id, tuple(prompt_ids), gold, n_cut_words, inputs[query_id])
+            )
         return requests
 
     def _query_prompt(self, options: Sequence[str]) -> Callable[[str], str]:

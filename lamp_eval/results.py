@@ -63,6 +63,7 @@ class RunRecord(BaseModel):
     users_without_history: list[str]
     donors: dict[str, str]
     seeds: dict[str, int]
+    methods: dict[str, str] = {}  # the function behind each registered arm, and its package
     parity_error: dict[str, float]
     failed_parses: dict[str, dict[str, int]]  # by arm and rule set
     cut_words: dict[str, int]
