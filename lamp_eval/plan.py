@@ -20,7 +20,7 @@ from lamp_eval.arms import Arm, arm, donors
 from lamp_eval.config import RunConfig, n_adapted_blocks
 from lamp_eval.data import Corpus
 from lamp_eval.errors import UserError, raise_if_any
-from lamp_eval.prompts import Encoder
+from lamp_eval.prompts import encoder
 from lamp_eval.records import Example, Request, User
 from lamp_eval.schedule import n_task_steps, n_user_steps
 from lamp_eval.seeds import user_seed
@@ -65,7 +65,7 @@ class Plan:
         self.recipe = replace(
             config.adapter.user, blocks=n_adapted_blocks(config.adapter.user.blocks, n_blocks)
         )
-        self.encoder = Encoder(load_tokenizer(self.model.path), task, config.protocol, config.seed)
+        self.encoder = encoder(load_tokenizer(self.model.path), task, config.protocol, config.seed)
         self.arms: dict[str, Arm] = {name: arm(name, config.protocol) for name in config.arms}
         self.methods: dict[str, methods.Method] = {}  # of the registered arms, after `check`
         self.torch_device = environment.torch_device(config.executor.torch_device)

@@ -18,6 +18,11 @@ from lamp_eval.seeds import user_seed
 from lamp_eval.tasks import Task
 
 
+def encoder(tokenizer: Any, task: Task, protocol: ProtocolConfig, seed: int = 0) -> Encoder:
+    """What builds the prompts of a protocol; the arguments are those of `Encoder`."""
+    return Encoder(tokenizer, task, protocol, seed)
+
+
 @dataclass(frozen=True)
 class Encoder:
     """Builds token ids with one tokenizer, task and protocol.

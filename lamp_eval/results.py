@@ -133,6 +133,14 @@ def rebuild_leaderboard(output_dir: Path) -> tuple[Path, list[str]]:
     Returns:
         The file, and a line for each `run.json` that could not be read.
     """
+    rows, unreadable = read_leaderboard(output_dir)
+    path = output_dir / "leaderboard.csv"
+    _write_csv(path, LEADERBOARD_COLUMNS, rows)
+    return path, unreadable
+
+
+def read_leaderboard(output_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of all finished runs below a folder, and a line for each that could not be read."""
     rows: list[dict[str, Any]] = []
     unreadable = []
     for path in find_runs(output_dir):
@@ -149,9 +157,7 @@ def rebuild_leaderboard(output_dir: Path) -> tuple[Path, list[str]]:
             first = error.errors(include_url=False)[0]
             field = ".".join(map(str, first["loc"]))
             unreadable.append(f"{path}: not a run record of this version: {field} {first['msg']}")
-    path = output_dir / "leaderboard.csv"
-    _write_csv(path, LEADERBOARD_COLUMNS, rows)
-    return path, unreadable
+    return rows, unreadable
 
 
 def find_runs(output_dir: Path) -> list[Path]:

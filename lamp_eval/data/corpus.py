@@ -73,7 +73,7 @@ def load_corpus(task: Task, data: DataConfig) -> Corpus:
     )
 
 
-def check_users(users: Sequence[User], task: Task, source: str) -> None:
+def check_users(users: Sequence[User], task: Task, source: str, *, golds: bool = True) -> None:
     """Raises `UserError` with every problem that would spoil a result.
 
     An empty history is not a problem: such users are counted and served by the task arm.
@@ -82,6 +82,7 @@ def check_users(users: Sequence[User], task: Task, source: str) -> None:
         users: in any order.
         task: whose labels the golds must be.
         source: the file, named in the messages.
+        golds: whether queries need one.
     """
     problems = [
         UserError(
@@ -126,7 +127,7 @@ def check_users(users: Sequence[User], task: Task, source: str) -> None:
                 )
             query_owner[query.id] = user.id
             known = query.gold in task.labels if task.labels else bool(query.gold.strip())
-            if not known:
+            if golds and not known:
                 problems.append(_bad_answer(query.gold, task.labels, f"{where}, field 'gold'"))
             if task.oppu.texts(query.input) is None:
                 problems.append(
@@ -139,6 +140,21 @@ def check_users(users: Sequence[User], task: Task, source: str) -> None:
                 )
         labels = task.labels if task.labelled_records else ()
         for position, record in enumerate(user.history):
+            lacking = [
+                name
+                for name in (task.text_field, task.gold_field)
+                if not isinstance(record.fields.get(name), str)
+            ]
+            if lacking:
+                problems.append(
+                    UserError(
+                        expected=f"a string in each of {task.text_field}, {task.gold_field}",
+                        found=f"none in {', '.join(lacking)}",
+                        where=f"{source}, user {user.id!r}, record {position}",
+                        fix="add the field",
+                    )
+                )
+                continue
             answer = record.fields[task.gold_field]
             if labels and answer not in labels:
                 where = f"{source}, user {user.id!r}, record {position}, field {task.gold_field!r}"
