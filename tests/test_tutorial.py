@@ -63,7 +63,7 @@ def launch(command: str, folder: Path, model: Path) -> str:
     assert program == "python"
     alone = "arms=[majority_label]" in arguments  # its result does not depend on any model
     arguments += [f"model.path={model}", *TINY, *([] if alone else SMALL)]
-    path = os.pathsep.join([str(REPOSITORY), str(folder / "my_arms")])
+    path = os.pathsep.join([str(REPOSITORY), str(folder / "my-arms")])
     done = subprocess.run(
         [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=120,
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
