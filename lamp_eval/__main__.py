@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -18,20 +17,15 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from lamp_eval import display
+from lamp_eval.compose import CONF_DIR
 from lamp_eval.config import RunConfig
 from lamp_eval.errors import UserError, fail
 from lamp_eval.published import paper_table
 from lamp_eval.results import RunRecord, write_csv
 
-_HERE = Path(__file__).resolve().parent
-# In the source tree conf/ stands beside the package; an installed wheel carries it inside.
-CONF_DIR = _HERE.parent / "conf" if (_HERE.parent / "conf").is_dir() else _HERE / "conf"
-
 _finished: list[RunRecord] = []  # the jobs of a sweep, which run one after the other
 _mistakes: list[UserError] = []
 console = Console(width=None if sys.stdout.isatty() else 120)
-
-ConfigStore.instance().store("run_config", RunConfig)
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lamp_eval import methods
 from lamp_eval.config import ProtocolConfig
 from lamp_eval.seeds import user_seed
 
@@ -14,29 +15,36 @@ class Arm:
     """How an arm serves a user.
 
     Attributes:
-        name: as in `lamp_eval.config.ARMS`.
+        name: as in `lamp_eval.config.ARMS`, or registered (`lamp_eval.methods`).
         task_adapter: whether the base has the task adapter merged in.
         user_adapter: `own`, `donor` (another user's) or None.
         n_retrieved: records in the prompt.
+        method: whether a registered function answers, and no model.
     """
 
     name: str
     task_adapter: bool
     user_adapter: str | None
     n_retrieved: int
+    method: bool = False
 
 
 def arm(name: str, protocol: ProtocolConfig) -> Arm:
-    """The arm of a name. `task`, `user` and `cross_user` see the same prompts."""
+    """The arm of a name. `task`, `user` and `cross_user` see the same prompts.
+
+    A registered function gets prompts without retrieved records, and the histories beside them.
+    """
     k, adapter_k = protocol.k, protocol.adapter_k
-    return {
+    ours = {
         "base": Arm(name, False, None, 0),
         "base_retrieval": Arm(name, False, None, k),
         "task": Arm(name, True, None, adapter_k),
         "task_retrieval": Arm(name, True, None, k),
         "user": Arm(name, True, "own", adapter_k),
         "cross_user": Arm(name, True, "donor", adapter_k),
-    }[name]
+    }
+    registered = {own: Arm(own, False, None, 0, method=True) for own in methods.registered()}
+    return (registered | ours)[name]
 
 
 # Which arm is compared with which. `user` against `cross_user` is the personal part of the gain:
@@ -50,6 +58,16 @@ COMPARISONS = (
     ("cross_user", "task"),
     ("user", "cross_user"),
 )
+# A registered arm is worth something if it beats these; an adapter, if it beats that arm.
+METHOD_REFERENCES = ("base", "task")
+
+
+def comparisons(arms: Mapping[str, Arm]) -> list[tuple[str, str]]:
+    """Which arm of a run is compared with which other of it."""
+    own = [name for name, chosen in arms.items() if chosen.method]
+    pairs = [*COMPARISONS, *((name, other) for name in own for other in METHOD_REFERENCES)]
+    pairs += [("user", name) for name in own]
+    return [(name, reference) for name, reference in pairs if {name, reference} <= set(arms)]
 
 
 def donors(

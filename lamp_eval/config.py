@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from lamp_eval import methods
 from lamp_eval.errors import UserError, raise_if_any
 
 ARMS = ("base", "base_retrieval", "task", "task_retrieval", "user", "cross_user")
@@ -184,7 +185,8 @@ def check(config: RunConfig) -> None:
 
     one_of("task", config.task, tuple(TASKS))
     for arm in config.arms:
-        one_of("arms", arm, ARMS)
+        one_of("arms", arm, tuple(dict.fromkeys((*ARMS, *methods.registered()))))
+        problems += methods.name_problems(arm, ARMS)
     need(len(config.arms) > 0, "arms", config.arms, f"at least one of {', '.join(ARMS)}")
     need(len(set(config.arms)) == len(config.arms), "arms", config.arms, "each arm once")
     if {"user", "cross_user"} & set(config.arms):
@@ -225,7 +227,7 @@ def check(config: RunConfig) -> None:
     at_least("protocol.train_words", protocol.train_words, 1)
     at_least("protocol.eval_words", protocol.eval_words, 1)
     at_least("protocol.max_tokens", protocol.max_tokens, 64)
-    retrieval_arms = {arm for arm in config.arms if arm.endswith("_retrieval")}
+    retrieval_arms = {"base_retrieval", "task_retrieval"} & set(config.arms)
     need(
         not (retrieval_arms and protocol.k == 0),
         "protocol.k",

@@ -62,7 +62,8 @@ def show_leaderboard(
     columns = ["arm", "against", "metric", "value", "reference", "Δ [95 %]", "Δᵤ [95 %]", "p",
                "users +/=/−"]  # fmt: skip
     for name in (["blocks"] if with_blocks else []) + columns:
-        table.add_column(name, justify="left" if name in ("arm", "against", "metric") else "right")
+        justify: Any = "left" if name in ("arm", "against", "metric") else "right"
+        table.add_column(name, justify=justify, overflow="fold")
     for row in rows:
         cells = [
             row["arm"],

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from itertools import product
 from typing import Any
 
-from lamp_eval.arms import COMPARISONS, Arm
+from lamp_eval.arms import Arm, comparisons
 from lamp_eval.config import RunConfig
 from lamp_eval.data import Corpus
-from lamp_eval.metrics import LOWER_IS_BETTER, QUERY_SCORES, RULES, arm_metrics
+from lamp_eval.metrics import LOWER_IS_BETTER, QUERY_SCORES, RULES, arm_metrics, paired_scores
 from lamp_eval.records import Prediction
 from lamp_eval.results import LEADERBOARD_COLUMNS
 from lamp_eval.statistics import compare
@@ -50,7 +50,7 @@ def leaderboard_rows(
     }
     pairs: list[tuple[str, str | None]] = []
     for name in arms:
-        references = [r for a, r in COMPARISONS if a == name and r in arms]
+        references = [r for a, r in comparisons(arms) if a == name]
         pairs += [(name, reference) for reference in references]
         if not references:
             pairs.append((name, None))
@@ -66,7 +66,13 @@ def leaderboard_rows(
             "delta": None if value is None or other is None else value - other,
         }
         if reference and metric in QUERY_SCORES:
-            both = _both_scored(predictions[name], predictions[reference], rules, metric)
+            both = paired_scores(
+                [p.user_id for p in predictions[name]],
+                [p.scores for p in predictions[name]],
+                [p.scores for p in predictions[reference]],
+                rules,
+                metric,
+            )
             if both:
                 comparison = compare(
                     *zip(*both, strict=True),
@@ -86,14 +92,14 @@ def leaderboard_rows(
             "reference_value": other,
             "failed_parse_rate": metrics[name][rules]["failed_parse_rate"],
             "cut_rate": cut_rates[name],
-            "model": config.model.name,
-            "quantization": config.quantization.name,
+            "model": None if chosen.method else config.model.name,
+            "quantization": None if chosen.method else config.quantization.name,
             "blocks": n_blocks if chosen.user_adapter else None,
             "rank": config.adapter.user.rank if chosen.user_adapter else None,
             "protocol": config.protocol.name,
-            "decoding": "greedy",
+            "decoding": None if chosen.method else "greedy",
             "retrieval": config.protocol.retrieval if chosen.n_retrieved else None,
-            "k": chosen.n_retrieved,
+            "k": None if chosen.method else chosen.n_retrieved,
             "seed": config.seed,
             "synthetic": corpus.synthetic,
             "task_users": corpus.task_users_origin if chosen.task_adapter else None,
@@ -149,15 +155,3 @@ def user_rows(
                 row[f"{rules}_failed_parses"] = sum(s["failed_parse"] == 1 for s in scores)
             rows.append(row)
     return rows
-
-
-def _both_scored(
-    predictions: Sequence[Prediction], references: Sequence[Prediction], rules: str, metric: str
-) -> list[tuple[str, float, float]]:
-    """User id, score and reference's score of the queries on which both have one."""
-    name = QUERY_SCORES[metric]
-    pairs = [
-        (prediction.user_id, prediction.scores[rules][name], reference.scores[rules][name])
-        for prediction, reference in zip(predictions, references, strict=True)
-    ]
-    return [(u, s, r) for u, s, r in pairs if s is not None and r is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,30 @@ def score_output(task: Task, output: str, gold: str) -> dict[str, Scores]:
             fix="correct the gold, or check that the file belongs to this task",
         )
     return {rules: _score(task, rules, output, gold) for rules in RULES}
+
+
+def paired_scores(
+    user_ids: Sequence[str],
+    scores: Sequence[Mapping[str, Mapping[str, float | None]]],
+    reference_scores: Sequence[Mapping[str, Mapping[str, float | None]]],
+    rules: str,
+    metric: str,
+) -> list[tuple[str, float, float]]:
+    """User id, score and reference's score of the queries on which both have one.
+
+    Args:
+        user_ids: the user of each query, (n_queries,).
+        scores: of an arm, as `score_output` gives them, (n_queries,).
+        reference_scores: the reference's of the same queries.
+        rules: one of `RULES`.
+        metric: one of `QUERY_SCORES`, and of the task.
+    """
+    name = QUERY_SCORES[metric]
+    pairs = [
+        (user_id, own[rules][name], other[rules][name])
+        for user_id, own, other in zip(user_ids, scores, reference_scores, strict=True)
+    ]
+    return [(u, s, r) for u, s, r in pairs if s is not None and r is not None]
 
 
 def arm_metrics(

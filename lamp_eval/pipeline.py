@@ -13,11 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from lamp_eval import display, environment
+from lamp_eval import display, environment, methods
 from lamp_eval.errors import UserError
 from lamp_eval.metrics import score_output
 from lamp_eval.plan import Plan, Unit
-from lamp_eval.records import Prediction
+from lamp_eval.records import Prediction, User
 from lamp_eval.results import StageRecord
 from lamp_eval.schedule import TrainingStep
 from lamp_eval.store import key_hash
@@ -33,11 +33,14 @@ class Pipeline:
 
     Attributes:
         stages: the plan's units in the order of their work, whether computed or reused.
+        method_seconds: what the registered arms took.
     """
 
     def __init__(self, plan: Plan, console: Console) -> None:
         self.plan, self.console = plan, console
         self.stages: list[StageRecord] = []
+        self.method_seconds = 0.0
+        self._method_outputs: dict[str, dict[str, str]] = {}  # by arm and query id
         self._peak_with_child = 0  # bytes
         self._loaded: tuple[str, Any] | None = None
 
@@ -49,16 +52,30 @@ class Pipeline:
                     progress, [self.plan.task_unit], "task adapter", self._train_task_adapter
                 )
             bases = list(self.plan.base_units.values())
-            self._build(progress, bases, "merge and quantize", self._build_base)
+            if bases:
+                self._build(progress, bases, "merge and quantize", self._build_base)
         if any(not stage.reused for stage in self.stages):  # the child and ours beside it as one
             both = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
             self._peak_with_child = sum(environment.peak_memory_bytes(who) for who in both)
         adapters = list(self.plan.user_units.values())
         if adapters:
             self._build(progress, adapters, "user adapters", self._train_user_adapter)
-        for name in self.plan.arms:
+        for name in (name for name in self.plan.arms if name not in self.plan.methods):
             answers = [self.plan.prediction_units[name, user.id] for user in self.plan.corpus.users]
             self._build(progress, answers, f"arm {name}", self._generate)
+        self._loaded = None  # its memory is the methods' now
+        for name in self.plan.methods:
+            self._call_method(name, progress)
+
+    def _call_method(self, name: str, progress: Progress) -> None:
+        bar = progress.add_task(f"arm {name}", total=1, tokens=0)
+        start, users = time.perf_counter(), self.plan.corpus.users
+        requests = [request for user in users for request in self.plan.requests(name, user)]
+        outputs = methods.answers(name, self.plan.methods[name], self.plan.task, users, requests)
+        ids = [request.query_id for request in requests]
+        self._method_outputs[name] = dict(zip(ids, outputs, strict=True))
+        self.method_seconds += time.perf_counter() - start
+        progress.advance(bar)
 
     def _build(self, progress: Progress, units: Sequence[Unit], title: str, work: Any) -> None:
         bar = progress.add_task(title, total=len(units), tokens=0)
@@ -182,10 +199,8 @@ class Pipeline:
         """The scored predictions of an arm, users in the corpus's order."""
         predictions = []
         for user in self.plan.corpus.users:
-            unit = self.plan.prediction_units[arm_name, user.id]
-            path = self.plan.store.path(unit.stage, unit.key) / "answers.json"
             owner = self.plan.adapter_owner(arm_name, user)
-            answers = json.loads(path.read_text())
+            answers = self._answers(arm_name, user)
             for request, answer in zip(self.plan.requests(arm_name, user), answers, strict=True):
                 predictions.append(
                     Prediction(
@@ -201,6 +216,16 @@ class Pipeline:
                     )
                 )
         return predictions
+
+    def _answers(self, arm_name: str, user: User) -> list[dict[str, Any]]:
+        """Outputs to the user's queries, and whether each is complete."""
+        if arm_name in self._method_outputs:
+            outputs = self._method_outputs[arm_name]
+            return [{"output": outputs[query.id], "finished": True} for query in user.queries]
+        unit = self.plan.prediction_units[arm_name, user.id]
+        path = self.plan.store.path(unit.stage, unit.key) / "answers.json"
+        answers: list[dict[str, Any]] = json.loads(path.read_text())
+        return answers
 
     def parity_errors(self) -> dict[str, float]:
         """Of each base: the difference of torch's and MLX's logits, relative to the largest."""

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from lamp_eval import display, environment, estimate
+from lamp_eval import display, environment, estimate, methods
 from lamp_eval.arms import Arm, arm, donors
 from lamp_eval.child import Child
 from lamp_eval.config import RunConfig, n_adapted_blocks
@@ -77,6 +77,7 @@ class Plan:
         self.encoder = make_encoder(tokenizer, task, protocol, config.seed, embed, corpus.profiles)
         self._train_k = protocol.adapter_k if protocol.train_k is None else protocol.train_k
         self.arms: dict[str, Arm] = {name: arm(name, config.protocol) for name in config.arms}
+        self.methods: dict[str, methods.Method] = {}  # of the registered arms, after `check`
         self.with_history = [user for user in corpus.users if user.history]
         self.donors: dict[str, str] = {}
         if "cross_user" in self.arms:
@@ -88,6 +89,8 @@ class Plan:
 
     def check(self) -> None:
         """Raises `UserError` for what can be known to fail before anything is computed."""
+        own = (name for name, chosen in self.arms.items() if chosen.method)
+        self.methods = {name: methods.load(name) for name in own}
         alone = [user.id for user in self.with_history if user.id not in self.donors]
         if "cross_user" in self.arms and (alone or not self.donors):
             of_group = " who saw the same items" if self.corpus.groups else ""
@@ -275,6 +278,8 @@ class Plan:
         }
         units = {}
         for name, chosen in self.arms.items():
+            if chosen.method:  # code that no key could stand for: it runs each time
+                continue
             base = key_hash(self.base_units[chosen.task_adapter].key)
             for user in self.corpus.users:
                 owner = self.adapter_owner(name, user)
@@ -289,7 +294,7 @@ class Plan:
     @cached_property
     def base_units(self) -> dict[bool, Unit]:
         """The bases that the arms need: with (True) and without (False) the task adapter."""
-        wanted = sorted({chosen.task_adapter for chosen in self.arms.values()})
+        wanted = sorted({chosen.task_adapter for chosen in self.arms.values() if not chosen.method})
         return {task_adapter: self._base_unit(task_adapter) for task_adapter in wanted}
 
     # Before the work
@@ -304,7 +309,10 @@ class Plan:
         n_queries = sum(len(user.queries) for user in corpus.users)
         n_records = sum(len(user.history) for user in corpus.users)
         say(f"  data: {len(corpus.users)} {kind}, {n_records} records, {n_queries} queries")
-        say(f"  model: {config.model.name} ({self.model.origin}), {config.quantization.name}")
+        if self.base_units:
+            say(f"  model: {config.model.name} ({self.model.origin}), {config.quantization.name}")
+        for name in self.methods:
+            say(f"  {name}: {methods.described(name)}, called each time")
         if corpus.task_users_origin == "evaluated" and self._needs_training:
             say("  [yellow]the task adapter is trained on the evaluated users' own histories: there"
                 " are no other users[/] (data.task_users)")  # fmt: skip
@@ -321,7 +329,10 @@ class Plan:
             if total:
                 say(f"  {name}: {n_missing} to do{reused}")
         seconds = self._estimate_seconds(missing)
-        say(f"  estimated time: {display.duration(seconds)}" if seconds else "  nothing to compute")
+        if seconds:
+            say(f"  estimated time: {display.duration(seconds)}")
+        elif not self.methods:
+            say("  nothing to compute")
 
     def _missing(self) -> tuple[dict[str, list[Unit]], dict[str, int]]:
         """The units to compute, and how many there are with those to reuse, by kind."""

@@ -55,13 +55,14 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to answer: exact token ids, and whose query it is."""
+    """One prompt to answer: exact token ids, and whose query it is; `input` is the query's own."""
 
     user_id: str
     query_id: str
     prompt: tuple[int, ...]
     gold: str
     n_cut_words: int = 0
+    input: str = ""
 
     @property
     def prompt_hash(self) -> str:

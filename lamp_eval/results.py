@@ -65,6 +65,7 @@ class RunRecord(BaseModel):
     data_notes: list[str] = []
     donors: dict[str, str]
     seeds: dict[str, int]
+    methods: dict[str, str] = {}  # the function behind each registered arm, and its package
     parity_error: dict[str, float]
     failed_parses: dict[str, dict[str, int]]  # by arm and rule set
     cut_words: dict[str, int]
@@ -134,6 +135,14 @@ def rebuild_leaderboard(output_dir: Path) -> tuple[Path, list[str]]:
     Returns:
         The file, and a line for each `run.json` that could not be read.
     """
+    rows, unreadable = read_leaderboard(output_dir)
+    path = output_dir / "leaderboard.csv"
+    write_csv(path, LEADERBOARD_COLUMNS, rows)
+    return path, unreadable
+
+
+def read_leaderboard(output_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of all finished runs below a folder, and a line for each that could not be read."""
     rows: list[dict[str, Any]] = []
     unreadable = []
     for path in find_runs(output_dir):
@@ -147,9 +156,7 @@ def rebuild_leaderboard(output_dir: Path) -> tuple[Path, list[str]]:
             unreadable.append(f"{path}: unknown columns {', '.join(sorted(unknown))}")
         else:
             rows += record.leaderboard
-    path = output_dir / "leaderboard.csv"
-    write_csv(path, LEADERBOARD_COLUMNS, rows)
-    return path, unreadable
+    return rows, unreadable
 
 
 def read_run(path: Path) -> RunRecord | str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lamp_eval import display, environment
+from lamp_eval import display, environment, methods
 from lamp_eval.config import RunConfig
 from lamp_eval.data import load_corpus
 from lamp_eval.data.card import data_card
@@ -110,6 +110,7 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
         data_notes=list(corpus.notes),
         donors=plan.donors,
         seeds={user.id: user_seed(config.seed, user.id) for user in corpus.users},
+        methods={name: methods.described(name) for name in plan.methods},
         parity_error=pipeline.parity_errors(),
         failed_parses={
             name: {
@@ -120,7 +121,8 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
         },
         cut_words={name: sum(counts) for name, counts in n_cut.items()},
         stages=pipeline.stages,
-        seconds_by_stage=_seconds_by_stage(pipeline.stages),
+        seconds_by_stage=_seconds_by_stage(pipeline.stages)
+        | ({"methods": pipeline.method_seconds} if plan.methods else {}),
         peak_memory_bytes=pipeline.peak_memory_bytes(),
         leaderboard=rows,
     )

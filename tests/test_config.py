@@ -62,7 +62,9 @@ def test_every_file_of_every_group_is_usable():
     for path in files:
         groups.setdefault(path.parent.relative_to(CONF_DIR).as_posix(), []).append(path.stem)
     for i in range(max(map(len, groups.values()))):
-        composed(*(f"{group}={names[i % len(names)]}" for group, names in groups.items()))
+        chosen = (f"{group}={names[i % len(names)]}" for group, names in groups.items())
+        # Not every experiment fits every protocol: with as many records, two arms are the same.
+        composed(*chosen, "protocol.adapter_k=0")
 
 
 def test_without_any_argument_the_sample_runs():
@@ -75,7 +77,7 @@ PER_USER = [name for name in EXPERIMENTS if not name.endswith("_benchmark")]
 
 
 def test_each_task_has_both_experiments():
-    for task in TASKS:
+    for task in (name for name, task in TASKS.items() if task.lamp_id.startswith("LaMP_")):
         assert composed(f"experiment={task}_per_user").task == task
         assert composed(f"experiment={task}_benchmark").task == task
 

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
 from made_runs import make_run
 
-from lamp_eval import plots
-from lamp_eval.errors import UserError
-from lamp_eval.metrics import LOWER_IS_BETTER
 from lamp_eval.report import (
     Run,
-    _numbers,
-    _parts,
-    draw_plots,
-    main,
-    number,
     read_runs,
     run_files,
     write_report,

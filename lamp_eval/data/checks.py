@@ -14,7 +14,7 @@ from lamp_eval.tasks import Task
 ODD_ONE_IN = 100
 
 
-def check_users(users: Sequence[User], task: Task, source: str) -> list[str]:
+def check_users(users: Sequence[User], task: Task, source: str, *, golds: bool = True) -> list[str]:
     """Checks what would spoil a result.
 
     An empty history is not a problem: such users are counted and served by the task arm.
@@ -23,6 +23,7 @@ def check_users(users: Sequence[User], task: Task, source: str) -> list[str]:
         users: in any order.
         task: whose labels the golds must be.
         source: the file, named in the messages.
+        golds: whether queries need one.
 
     Returns:
         Notes on what is odd, but rare enough to be so in the published files.
@@ -74,18 +75,30 @@ def check_users(users: Sequence[User], task: Task, source: str) -> list[str]:
     notes = []
     try:
         queries = (query for user in users for query in user.queries)
-        notes += query_notes(queries, task, source, query_owner)
+        notes += query_notes(queries, task, source, query_owner, golds=golds)
     except UserError as error:
         problems.append(error)
-    n_records = sum(len(user.history) for user in users)
-    bad_records = [
-        _bad_answer(answer, task.labels, f"{source}, user {user.id!r}, record {position}, "
-                    f"field {task.gold_field!r}")  # fmt: skip
-        for user in users
-        for position, record in enumerate(user.history)
-        if task.labels and task.labelled_records
-        and (answer := record.fields[task.gold_field]) not in task.labels
-    ]  # fmt: skip
+    bad_records, n_records = [], 0
+    needed = dict.fromkeys((task.text_field, *([task.gold_field] * task.labelled_records)))
+    for user in users:
+        for position, record in enumerate(user.history):
+            n_records += 1
+            where = f"{source}, user {user.id!r}, record {position}"
+            lacking = [name for name in needed if not isinstance(record.fields.get(name), str)]
+            if lacking:
+                problems.append(
+                    UserError(
+                        expected=f"a string in each of {', '.join(needed)}",
+                        found=f"none in {', '.join(lacking)}",
+                        where=where,
+                        fix="add the field",
+                    )
+                )
+            elif task.labels and task.labelled_records:
+                answer = record.fields[task.gold_field]
+                if answer not in task.labels:
+                    where += f", field {task.gold_field!r}"
+                    bad_records.append(_bad_answer(answer, task.labels, where))
     if _is_rare(len(bad_records), n_records):
         notes.append(f"{source}: {len(bad_records)} of {n_records} records have no label of the "
                      f"task, such as {bad_records[0].found}")  # fmt: skip
@@ -96,7 +109,12 @@ def check_users(users: Sequence[User], task: Task, source: str) -> list[str]:
 
 
 def query_notes(
-    queries: Iterable[Query], task: Task, source: str, owners: dict[str, str] | None = None
+    queries: Iterable[Query],
+    task: Task,
+    source: str,
+    owners: dict[str, str] | None = None,
+    *,
+    golds: bool = True,
 ) -> list[str]:
     """Checks golds and the form of inputs.
 
@@ -105,6 +123,7 @@ def query_notes(
         task: whose labels the golds must be.
         source: the file, named in the messages.
         owners: user id by query id, named in the messages.
+        golds: whether queries need one.
 
     Returns:
         Notes on what is odd, but rare enough to be so in the published files.
@@ -118,7 +137,7 @@ def query_notes(
         of_user = f", user {owners[query.id]!r}" if owners else ""
         where = f"{source}{of_user}, query {query.id!r}"
         known = query.gold in task.labels if task.labels else bool(query.gold.strip())
-        if not known:
+        if golds and not known:
             problems.append(_bad_answer(query.gold, task.labels, f"{where}, field 'gold'"))
         if task.oppu.texts(query.input) is None:
             odd.append(

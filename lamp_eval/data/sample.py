@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from lamp_eval.config import DataConfig
 from lamp_eval.data.phrases import PHRASES, Phrases
+from lamp_eval.errors import UserError
 from lamp_eval.records import Query, Record, User
 from lamp_eval.seeds import user_seed
 from lamp_eval.tasks import Task
@@ -53,7 +54,17 @@ def generate(task: Task, data: DataConfig) -> tuple[tuple[User, ...], tuple[User
     """Generates the evaluated users and the users of the task adapter; no one is in both.
 
     A user depends on the task, the seed and their own id only, not on how many users there are.
+
+    Raises:
+        UserError: the task has no phrases to generate users from.
     """
+    if task.name not in PHRASES:
+        raise UserError(
+            expected=f"a task with synthetic users: {', '.join(PHRASES)}",
+            found=f"task={task.name}",
+            where="option data",
+            fix="choose the task's own data, or one of these tasks",
+        )
     evaluated = [_user(f"sample-{i:03d}", task, data) for i in range(data.n_users)]
     others = [_user(f"other-{i:03d}", task, data) for i in range(data.n_task_users)]
     return tuple(evaluated), tuple(others)

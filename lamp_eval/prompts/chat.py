@@ -17,7 +17,7 @@ from typing import Any
 from lamp_eval.config import ProtocolConfig
 from lamp_eval.errors import UserError
 from lamp_eval.prompts.fit import Fitted, fit
-from lamp_eval.records import Example, Record, Request, User
+from lamp_eval.records import Example, Query, Record, Request, User
 from lamp_eval.retrieval import OKAPI, Embed, History
 from lamp_eval.seeds import user_seed
 from lamp_eval.tasks import Task
@@ -143,23 +143,22 @@ class ChatEncoder:
         """
         room = self.protocol.max_tokens - self.max_new_tokens
         requests = []
-        for query_id, parts, gold, retrieved in self._queries(user, k):
-            found = self._fit(user, retrieved, parts, room, f"user {user.id!r}, query {query_id!r}")
-            requests.append(
-                Request(user.id, query_id, tuple(found.ids), gold, n_cut_words=found.n_cut_words)
-            )
+        for query, parts, retrieved in self._queries(user, k):
+            found = self._fit(user, retrieved, parts, room, f"user {user.id!r}, query {query.id!r}")
+            ids, n_cut = tuple(found.ids), found.n_cut_words
+            requests.append(Request(user.id, query.id, ids, query.gold, n_cut, query.input))
         return requests
 
     def _queries(
         self, user: User, k: int
-    ) -> Iterator[tuple[str, tuple[str, str, str], str, list[int]]]:
-        """Query id, input in three parts with the item's text between, gold, retrieved records."""
+    ) -> Iterator[tuple[Query, tuple[str, str, str], list[int]]]:
+        """Each query with its input in three parts, the text in the middle, and what it finds."""
         history = self._history(user, [query.input for query in user.queries])
         for query in user.queries:
             start, end = self.task.oppu.span(query.input)
             parts = query.input[:start], query.input[start:end], query.input[end:]
             retrieved = history.retrieve(query.input, k, before=len(user.history))
-            yield query.id, parts, query.gold, retrieved
+            yield query, parts, retrieved
 
     def _history(self, user: User, searches: Sequence[str]) -> History:
         return History(

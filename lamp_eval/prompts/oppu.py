@@ -14,7 +14,7 @@ from typing import Any
 from lamp_eval.config import ProtocolConfig
 from lamp_eval.errors import UserError, raise_if_any
 from lamp_eval.prompts.fit import Fitted, fit
-from lamp_eval.records import Example, Record, Request, User
+from lamp_eval.records import Example, Query, Record, Request, User
 from lamp_eval.retrieval import Embed, History
 from lamp_eval.seeds import user_seed
 from lamp_eval.tasks import Task
@@ -100,10 +100,10 @@ class OppuEncoder:
                 retrieved,
                 self._query_prompt(options),
                 text if options else _cut(text, self.protocol.train_words),
-                gold,
-                f"user {user.id!r}, query {query_id!r}",
+                query.gold,
+                f"user {user.id!r}, query {query.id!r}",
             )
-            for query_id, text, options, gold, retrieved in self._queries(user, k)
+            for query, text, options, retrieved in self._queries(user, k)
         ]
 
     def requests(self, user: User, k: int) -> list[Request]:
@@ -114,12 +114,11 @@ class OppuEncoder:
         """
         room = self.protocol.max_tokens - self.max_new_tokens
         requests = []
-        for query_id, text, options, gold, retrieved in self._queries(user, k):
-            where = f"user {user.id!r}, query {query_id!r}"
+        for query, text, options, retrieved in self._queries(user, k):
+            where = f"user {user.id!r}, query {query.id!r}"
             _, found = self._fit(user, retrieved, self._query_prompt(options), text, room, where)
-            requests.append(
-                Request(user.id, query_id, tuple(found.ids), gold, n_cut_words=found.n_cut_words)
-            )
+            ids, n_cut = tuple(found.ids), found.n_cut_words
+            requests.append(Request(user.id, query.id, ids, query.gold, n_cut, query.input))
         return requests
 
     def _check_answers(self, user: User) -> None:
@@ -142,8 +141,8 @@ class OppuEncoder:
 
     def _queries(
         self, user: User, k: int
-    ) -> Iterator[tuple[str, str, tuple[str, ...], str, list[str]]]:
-        """Query id, text, options, gold and retrieved documents of each query."""
+    ) -> Iterator[tuple[Query, str, tuple[str, ...], list[str]]]:
+        """Each query with its text, options and retrieved documents."""
         oppu, words = self.task.oppu, self.protocol.eval_words
         records = [_first_words(record, words) for record in user.history]
         texts = [oppu.texts(query.input) or (query.input,) for query in user.queries]
@@ -151,7 +150,7 @@ class OppuEncoder:
         history, documents = self._history(user, records, searches)
         for query, (text, *options), search in zip(user.queries, texts, searches, strict=True):
             retrieved = _shown(history.retrieve(search, k, before=len(documents)), documents)
-            yield query.id, text, tuple(options), query.gold, retrieved
+            yield query, text, tuple(options), retrieved
 
     def _history(
         self, user: User, records: Sequence[dict[str, str]], searches: Sequence[str]
