@@ -80,7 +80,7 @@ def _leaks(task: Task, corpus: Corpus) -> dict[str, int]:
     A query's text may stand in a record of its user, or belong to the users who train the task
     adapter; a free-text gold may stand in a record of its user, word for word. A text in another
     evaluated user's record is known to that user's adapter, which may be a donor's. Users who are
-    asked the same are not independent of each other: intervals over users may be too narrow.
+    asked the same are not independent of each other, as intervals over users take them to be.
     """
     of_others = set()
     if corpus.task_users_origin == "others":
