@@ -168,7 +168,7 @@ def read_runs(files: Sequence[Path]) -> tuple[list[Run], list[str]]:
         rows = [row for row in record.leaderboard if {"rules", "metric"} <= set(row)]
         runs.append(Run(0, "", "", file.parent, record, task, rows=tuple(main_rows(rows))))
     runs.sort(key=_order)
-    numbered = []
+    numbered: list[Run] = []
     for name in dict.fromkeys(run.task.name for run in runs):
         of_task = [run for run in runs if run.task.name == name]
         varied = [
