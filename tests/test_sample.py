@@ -43,8 +43,9 @@ def cue_pattern(task_name: str) -> tuple[re.Pattern, dict[str, str]]:
 def answer_patterns(task_name: str) -> list[tuple[re.Pattern, str]]:
     phrases = PHRASES[task_name]
     answers = phrases.answers or {kind: (kind,) for kind in phrases.cues}
+    places = {"subject": "(.+)", "Subject": "(.+)", "first": r"\w+", "second": r"\w+"}
     return [
-        (re.compile(re.sub(r"\\{\w+\\}", "(.+)", re.escape(form))), kind)
+        (re.compile(re.escape(form).replace(r"\{", "{").replace(r"\}", "}").format(**places)), kind)
         for kind, forms in answers.items()
         for form in forms
     ]
@@ -68,7 +69,7 @@ def kind_and_subject(task: Task, answer: str) -> tuple[str, str]:
 
 
 def kinds_of_history(task: Task, user: User) -> Counter[str]:
-    """How often each kind was chosen. Only answers are looked at: a tweet has nothing else."""
+    """How often each kind was chosen. Only answers are looked at: a tweet is nothing else."""
     return Counter(kind_and_subject(task, r.fields[task.gold_field])[0] for r in user.history)
 
 
@@ -219,11 +220,11 @@ FIRST_AND_LAST = {
         "Benchmark Results for Parallel Protein Folding",
     ),
     "tweet_paraphrase": (
-        {"text": "proud, go me! borrowed a pumpkin"},
-        {"text": "thankful, bless you all! borrowed my suitcase"},
+        {"text": "sad or proud? proud, yay, well done! borrowed a pumpkin"},
+        {"text": "thankful or bored? thankful, bless you all! borrowed my suitcase"},
         "Paraphrase the following tweet without any explanation before or after it: Just now I "
         "found my keys, which makes me really bored and really tired.",
-        "tired, yawn! found my keys",
+        "bored or tired? tired, yawn, good night! found my keys",
     ),
 }
 
@@ -389,4 +390,4 @@ def test_the_right_kind_shows_in_the_metric(task):
                     (answer,) = set(task.labels) - {query.gold}
                 wrong.append(score_output(task, answer, query.gold)["official"][metric])
     assert len(wrong) > 10
-    assert abs(fmean(right) - fmean(wrong)) > 0.4
+    assert abs(fmean(right) - fmean(wrong)) > 0.3

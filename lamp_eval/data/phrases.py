@@ -15,7 +15,7 @@ class Phrases:
         frames: texts that take two cues as `{}`, and `{subject}`.
         n_favourites: how many kinds a user prefers.
         answers: by kind the answers that say so, with the `{subject}`, or `{Subject}` in title
-            case; none: the kind itself is the answer.
+            case, and the text's `{first}` and `{second}` kind; none: the kind itself is the answer.
         subjects: what a text is about besides its two kinds.
         may_repeat: whether a user may have the same text twice.
     """
@@ -223,17 +223,21 @@ TWEETS = Phrases(
         "I {subject}. It leaves me {} and {}.",
         "Just now I {subject}, which makes me {} and {}.",
     ),
+    # A record is the tweet alone. It names both moods, so that it shows what was chosen of what.
     answers={
-        "annoyed": ("annoyed, seriously! {subject}",),
-        "amused": ("amused, haha! {subject}",),
-        "tired": ("tired, yawn! {subject}",),
-        "hungry": ("hungry, yum! {subject}",),
-        "excited": ("excited, woohoo! {subject}",),
-        "thankful": ("thankful, bless you all! {subject}",),
-        "bored": ("bored, meh! {subject}",),
-        "sad": ("sad, sniff! {subject}",),
-        "proud": ("proud, go me! {subject}",),
-        "surprised": ("surprised, wow! {subject}",),
+        mood: (f"{{first}} or {{second}}? {mood}, {outcry}! {{subject}}",)
+        for mood, outcry in {
+            "annoyed": "seriously, not again",
+            "amused": "haha, too funny",
+            "tired": "yawn, good night",
+            "hungry": "yum, feed me",
+            "excited": "woohoo, so ready",
+            "thankful": "bless you all",
+            "bored": "meh, wake me",
+            "sad": "sniff, poor me",
+            "proud": "yay, well done",
+            "surprised": "wow, no way",
+        }.items()
     },
     subjects=tuple(f"{deed} {belonging}" for deed in DEEDS for belonging in BELONGINGS),
 )  # fmt: skip
