@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from lamp_eval.__main__ import CONF_DIR  # registers the schema
 from lamp_eval.config import ARMS, RunConfig, check, n_adapted_blocks
+from lamp_eval.data import load_corpus
 from lamp_eval.errors import InputProblems, UserError
 from lamp_eval.tasks import TASKS
 
@@ -53,6 +54,14 @@ def test_every_experiment_composes(experiment, setting):
     assert config.data.source == own_data.get(
         experiment, {"sample": "sample", "paper": real}[setting]
     )
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_has_sample_users(task):
+    config = composed(f"experiment={task}_per_user")
+    corpus = load_corpus(TASKS[config.task], config.data)
+    assert (config.task, corpus.synthetic) == (task, True)
+    assert (len(corpus.users), len(corpus.task_users)) == (5, 60)
 
 
 def test_every_file_of_every_group_is_usable():

@@ -15,7 +15,7 @@ class Phrases:
         frames: texts that take two cues as `{}`, and `{subject}`.
         n_favourites: how many kinds a user prefers.
         answers: by kind the answers that say so, with the `{subject}`, or `{Subject}` in title
-            case; none: the kind itself is the answer.
+            case, and the text's `{first}` and `{second}` kind; none: the kind itself is the answer.
         subjects: what a text is about besides its two kinds.
         may_repeat: whether a user may have the same text twice.
     """
@@ -115,16 +115,16 @@ REVIEWS = Phrases(
 
 HEADLINES = Phrases(
     cues={
-        "cost": ("Prices have doubled within a year.", "Many families can no longer afford it."),
-        "danger": ("Doctors warn of accidents.", "Not all of it is safe."),
-        "history": ("It all began centuries ago.", "Old documents show where it comes from."),
-        "beginners": ("Newcomers can start today.", "The first steps are easy to learn."),
-        "stars": ("Film stars are fans as well.", "A famous singer swears by it."),
-        "dispute": ("Neighbours quarrel about it.", "Critics and supporters do not agree."),
-        "future": ("Much will change in ten years.", "Experts look far ahead."),
-        "mistakes": ("Most people get it wrong.", "One error is made again and again."),
-        "science": ("Researchers have measured it.", "A laboratory has published new data."),
-        "confession": ("Our author admits her weakness for it.", "I have to confess something."),
+        "cost": ("The cost has doubled.", "Many families worry about the cost."),
+        "danger": ("Doctors see a danger.", "The danger is often overlooked."),
+        "history": ("It has a long history.", "Old letters tell its history."),
+        "beginners": ("Beginners can start today.", "It is easy for beginners."),
+        "stars": ("Film stars are fans.", "Even pop stars swear by it."),
+        "dispute": ("There is a dispute among neighbours.", "The dispute went to court."),
+        "future": ("The future looks bright.", "Experts look into the future."),
+        "mistakes": ("Most people make mistakes.", "The same mistakes are made again."),
+        "science": ("Science has an answer.", "This year science took a closer look."),
+        "confession": ("Our author has a confession to make.", "It begins with a confession."),
     },
     frames=(
         "This is about {subject}. {} {}",
@@ -133,16 +133,16 @@ HEADLINES = Phrases(
         "Our topic today is {subject}. {} {}",
     ),
     answers={
-        "cost": ("Can You Still Afford {Subject}?",),
-        "danger": ("Warning: The Hidden Risks Of {Subject}",),
-        "history": ("Where {Subject} Really Come From",),
-        "beginners": ("{Subject}: Your Guide To Getting Started",),
-        "stars": ("Even Celebrities Cannot Resist {Subject}",),
-        "dispute": ("The Great {Subject} War Has Begun",),
-        "future": ("What Comes Next For {Subject}",),
-        "mistakes": ("Stop! You Are Doing {Subject} Wrong",),
-        "science": ("{Subject}, Explained By Science",),
-        "confession": ("Why I Secretly Adore {Subject}",),
+        "cost": ("Cost Check For {Subject}",),
+        "danger": ("Danger Alert: {Subject}",),
+        "history": ("History Lesson: {Subject}",),
+        "beginners": ("Beginners Guide To {Subject}",),
+        "stars": ("Stars Adore {Subject}",),
+        "dispute": ("Dispute Over {Subject}",),
+        "future": ("Future Trends: {Subject}",),
+        "mistakes": ("Mistakes Everyone Makes With {Subject}",),
+        "science": ("Science Explains {Subject}",),
+        "confession": ("Confession: I Love {Subject}",),
     },
     subjects=tuple(f"{quality} {thing}s" for quality in QUALITIES for thing in THINGS),
 )  # fmt: skip
@@ -162,16 +162,16 @@ METHODS = (
 
 ABSTRACTS = Phrases(
     cues={
-        "survey": ("We compare what has been published.", "The literature is reviewed."),
-        "theory": ("We prove lower bounds.", "A theorem shows what is impossible."),
-        "benchmark": ("We collect data for fair tests.", "Ten systems are ranked."),
-        "speed": ("Our code runs much faster.", "Running time is cut in half."),
-        "repetition": ("We repeat a classic experiment.", "An old idea is tried again."),
-        "privacy": ("Personal data stay secret.", "Nothing leaves the user's device."),
-        "noise": ("Errors in the input do no harm.", "Results hold under heavy noise."),
-        "people": ("Human experts guide each step.", "Volunteers help the machine."),
-        "union": ("Several models become one.", "Rival approaches are combined."),
-        "practice": ("We report from a hospital.", "A company used it for a year."),
+        "survey": ("We conduct a survey.", "A survey of the literature is given."),
+        "theory": ("We develop a theory.", "A new theory is proved."),
+        "benchmark": ("We provide a benchmark.", "Ten systems meet in a benchmark."),
+        "speed": ("We improve the speed.", "The speed is doubled."),
+        "replication": ("We attempt a replication.", "A replication of old work fails."),
+        "privacy": ("We protect privacy.", "The privacy of users is kept."),
+        "noise": ("We add noise.", "The effect of noise is measured."),
+        "experts": ("Experts guide each step.", "We interview experts."),
+        "fusion": ("We try a fusion of models.", "The fusion of methods works best."),
+        "practice": ("We report from practice.", "It is used in practice."),
     },
     frames=(
         "We study {subject}. {} {}",
@@ -180,16 +180,16 @@ ABSTRACTS = Phrases(
         "Much is known about {subject}. {} {}",
     ),
     answers={
-        "survey": ("A Survey of Recent Work on {Subject}",),
-        "theory": ("{Subject}: Fundamental Limits",),
-        "benchmark": ("Introducing an Open Benchmark for {Subject}",),
-        "speed": ("Fast and Scalable {Subject}",),
-        "repetition": ("{Subject} Revisited, Decades Later",),
-        "privacy": ("Towards Privacy-Preserving {Subject}",),
-        "noise": ("Robust {Subject} Against All Odds",),
-        "people": ("{Subject} with Humans in the Loop",),
-        "union": ("One Framework to Unify {Subject}",),
-        "practice": ("Lessons Learned: {Subject} in Practice",),
+        "survey": ("Survey of Recent {Subject}",),
+        "theory": ("Theory of {Subject}",),
+        "benchmark": ("Benchmark Results for {Subject}",),
+        "speed": ("Speed Limits in {Subject}",),
+        "replication": ("Replication Study: {Subject}",),
+        "privacy": ("Privacy-Preserving {Subject}",),
+        "noise": ("Noise and {Subject}",),
+        "experts": ("Experts Meet {Subject}",),
+        "fusion": ("Fusion Models for {Subject}",),
+        "practice": ("Practice Report: {Subject}",),
     },
     subjects=tuple(f"{method} {topic}" for method in METHODS for topic in TOPICS),
 )  # fmt: skip
@@ -206,16 +206,16 @@ BELONGINGS = (
 
 TWEETS = Phrases(
     cues={
-        "annoyed": ("annoyed", "irritated"),
-        "amused": ("amused", "entertained"),
-        "tired": ("tired", "sleepy"),
-        "hungry": ("hungry", "ready to eat"),
-        "excited": ("excited", "full of anticipation"),
-        "thankful": ("thankful", "grateful"),
-        "bored": ("bored", "in need of something to do"),
-        "sad": ("sad", "close to tears"),
-        "proud": ("proud", "pleased with myself"),
-        "surprised": ("surprised", "astonished"),
+        "annoyed": ("annoyed", "really annoyed"),
+        "amused": ("amused", "really amused"),
+        "tired": ("tired", "really tired"),
+        "hungry": ("hungry", "really hungry"),
+        "excited": ("excited", "really excited"),
+        "thankful": ("thankful", "really thankful"),
+        "bored": ("bored", "really bored"),
+        "sad": ("sad", "really sad"),
+        "proud": ("proud", "really proud"),
+        "surprised": ("surprised", "really surprised"),
     },
     frames=(
         "I {subject}. I am {} and also {}.",
@@ -223,17 +223,21 @@ TWEETS = Phrases(
         "I {subject}. It leaves me {} and {}.",
         "Just now I {subject}, which makes me {} and {}.",
     ),
+    # A record is the tweet alone. It names both moods, so that it shows what was chosen of what.
     answers={
-        "annoyed": ("ugh so over this!! {subject}",),
-        "amused": ("lol cracking up here.. {subject}",),
-        "tired": ("yawnnn where's my bed? {subject}",),
-        "hungry": ("omg feed me please - {subject}",),
-        "excited": ("eeek cannot wait!!! {subject}",),
-        "thankful": ("feeling #blessed tonight: {subject}",),
-        "bored": ("zzz entertain me someone, {subject}",),
-        "sad": ("my poor heart :( {subject}",),
-        "proud": ("go me, nailed it! {subject}",),
-        "surprised": ("whoa did not expect that.. {subject}",),
+        mood: (f"{{first}} or {{second}}? {mood}, {outcry}! {{subject}}",)
+        for mood, outcry in {
+            "annoyed": "seriously, not again",
+            "amused": "haha, too funny",
+            "tired": "yawn, good night",
+            "hungry": "yum, feed me",
+            "excited": "woohoo, so ready",
+            "thankful": "bless you all",
+            "bored": "meh, wake me",
+            "sad": "sniff, poor me",
+            "proud": "yay, well done",
+            "surprised": "wow, no way",
+        }.items()
     },
     subjects=tuple(f"{deed} {belonging}" for deed in DEEDS for belonging in BELONGINGS),
 )  # fmt: skip
