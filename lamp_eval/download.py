@@ -30,7 +30,7 @@ from rich.progress import (
 )
 
 from lamp_eval.errors import UserError, fail, raise_if_any
-from lamp_eval.tasks import TASKS, Task
+from lamp_eval.tasks import LAMP_TASKS, Task
 
 BASE_URL = "https://ciir.cs.umass.edu/downloads/LaMP"
 DOWNLOAD_PAGE = "https://lamp-benchmark.github.io/download"
@@ -534,7 +534,7 @@ def _no_sums(path: Path, found: str) -> UserError:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; exits with 2 after a user's mistake, with 130 after Ctrl-C."""
-    by_name = {task.lamp_id: task for task in TASKS.values()} | TASKS
+    by_name = {task.lamp_id: task for task in LAMP_TASKS.values()} | LAMP_TASKS
     parser = argparse.ArgumentParser(
         prog="python -m lamp_eval.download",
         description="Downloads the files of the LaMP benchmark, continues what was interrupted, "
@@ -573,7 +573,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--base-url", metavar="URL", default=BASE_URL, help="a mirror")
     options = parser.parse_args(arguments)
-    tasks = TASKS.values() if "all" in options.task else [by_name[name] for name in options.task]
+    tasks = (
+        LAMP_TASKS.values() if "all" in options.task else [by_name[name] for name in options.task]
+    )
     splits = SPLITS if "all" in options.split else options.split
     files = [
         file

@@ -19,7 +19,7 @@ from lamp_eval.__main__ import CONF_DIR  # registers the schema
 from lamp_eval.config import ARMS, RunConfig, check, n_adapted_blocks
 from lamp_eval.data import load_corpus
 from lamp_eval.errors import InputProblems, UserError
-from lamp_eval.tasks import TASKS
+from lamp_eval.tasks import LAMP_TASKS, TASKS
 
 EXPERIMENTS = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
 SETTINGS = ("sample", "paper")
@@ -86,7 +86,7 @@ PER_USER = [name for name in EXPERIMENTS if not name.endswith("_benchmark")]
 
 
 def test_each_task_has_both_experiments():
-    for task in (name for name, task in TASKS.items() if task.lamp_id.startswith("LaMP_")):
+    for task in LAMP_TASKS:
         assert composed(f"experiment={task}_per_user").task == task
         assert composed(f"experiment={task}_benchmark").task == task
 

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from lamp_eval import download as module
 from lamp_eval.download import CHUNK_BYTES, FOLDERS, SUMS, download, files_of, main, read_sums
-from lamp_eval.tasks import TASKS
+from lamp_eval.tasks import LAMP_TASKS, TASKS
 
 RATINGS = TASKS["product_rating"]
 QUESTIONS = json.dumps([{"id": "0025", "input": "x" * (4 * CHUNK_BYTES), "profile": []}]).encode()
@@ -176,7 +176,7 @@ def _holds(directory: Path, questions: bytes = QUESTIONS) -> bool:
 
 
 def test_urls_are_those_of_the_server() -> None:
-    assert set(FOLDERS) == {task.lamp_id for task in TASKS.values()}
+    assert set(FOLDERS) == {task.lamp_id for task in LAMP_TASKS.values()}
     server = "https://ciir.cs.umass.edu/downloads/LaMP"
     movies, news = TASKS["movie_tagging"], TASKS["news_categorize"]
     assert [(file.url, file.name) for file in files_of(movies, "train", "time")] == [

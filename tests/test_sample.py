@@ -19,18 +19,20 @@ from lamp_eval.data.phrases import PHRASES
 from lamp_eval.data.sample import INPUTS
 from lamp_eval.metrics import QUERY_SCORES, score_output
 from lamp_eval.records import Query, Record, User
-from lamp_eval.tasks import TASKS, Task
+from lamp_eval.tasks import LAMP_TASKS, Task
 
-ALL = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+ALL = pytest.mark.parametrize("task", LAMP_TASKS.values(), ids=LAMP_TASKS)
 NEW = pytest.mark.parametrize(
-    "task", [task for name, task in TASKS.items() if name != "movie_tagging"], ids=lambda t: t.name
+    "task",
+    [task for name, task in LAMP_TASKS.items() if name != "movie_tagging"],
+    ids=lambda t: t.name,
 )
 
 
 @cache
 def corpus(task_name: str, **values):
     size = dict(n_users=3, n_task_users=4, n_records=24, n_queries=12, signal=0.8)
-    return load_corpus(TASKS[task_name], DataConfig(source="sample", **{**size, **values}))
+    return load_corpus(LAMP_TASKS[task_name], DataConfig(source="sample", **{**size, **values}))
 
 
 @cache
@@ -114,8 +116,8 @@ def rightness(chosen: int, other: int) -> float:
 
 
 def test_every_task_can_be_generated():
-    assert set(PHRASES) == set(INPUTS) == set(TASKS)
-    for task in TASKS.values():
+    assert set(PHRASES) == set(INPUTS) == set(LAMP_TASKS)
+    for task in LAMP_TASKS.values():
         phrases = PHRASES[task.name]
         if task.labels and task.labelled_records:
             assert set(phrases.cues) <= set(task.labels)
@@ -261,7 +263,7 @@ def test_inputs_parse_back_to_what_was_asked(task):
 
 
 def test_citation_options_are_one_paper_of_either_topic():
-    task = TASKS["citation"]
+    task = LAMP_TASKS["citation"]
     firsts = 0
     for user in corpus("citation", n_users=100).users:
         for query, question in zip(user.queries, questions(task, user), strict=True):
@@ -331,7 +333,7 @@ def test_nothing_comes_twice(task):
 def test_more_items_than_there_are_subjects_are_no_endless_search():
     (user,) = corpus("tweet_paraphrase", n_users=1, n_task_users=0, n_records=400).users
     subjects = {
-        kind_and_subject(TASKS["tweet_paraphrase"], record.fields["text"])[1]
+        kind_and_subject(LAMP_TASKS["tweet_paraphrase"], record.fields["text"])[1]
         for record in user.history
     }
     assert len(user.history) == 400

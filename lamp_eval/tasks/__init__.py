@@ -26,4 +26,7 @@ TASKS: dict[str, Task] = {
     )
 }
 
-__all__ = ["TASKS", "Task"]
+# Those of the benchmark, which have files and published numbers.
+LAMP_TASKS = {name: task for name, task in TASKS.items() if task.lamp_id.startswith("LaMP_")}
+
+__all__ = ["LAMP_TASKS", "TASKS", "Task"]
