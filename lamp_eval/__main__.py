@@ -40,6 +40,11 @@ def _job(composed: DictConfig) -> None:
         if config.data.report:
             report_data(config, console)
             return
+        if config.dry_run:
+            from lamp_eval.dry_run import dry_run
+
+            dry_run(config, console)
+            return
         _finished.append(run(config, run_dir, list(hydra_config.overrides.task), console))
     except UserError as error:  # kept from Hydra, which would print the overrides around it
         _mistakes.append(error)

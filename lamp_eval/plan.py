@@ -16,14 +16,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from lamp_eval import display, environment, estimate, methods
-from lamp_eval.arms import Arm, arm, donors
+from lamp_eval.arms import donors
 from lamp_eval.child import Child
 from lamp_eval.config import RunConfig, n_adapted_blocks
 from lamp_eval.data import Corpus
 from lamp_eval.embeddings import Embedder
 from lamp_eval.errors import UserError, raise_if_any
+from lamp_eval.inputs import Inputs
 from lamp_eval.prompts import make_encoder
-from lamp_eval.records import Example, Request, User
+from lamp_eval.records import Example, User
 from lamp_eval.schedule import n_task_steps, n_user_steps
 from lamp_eval.seeds import user_seed
 from lamp_eval.store import Store, key_hash
@@ -75,23 +76,20 @@ class Plan:
             embed = Embedder(model_dir, self.store, self.torch_device, self.child)
         tokenizer = load_tokenizer(self.model.path)
         self.encoder = make_encoder(tokenizer, task, protocol, config.seed, embed, corpus.profiles)
-        self._train_k = protocol.adapter_k if protocol.train_k is None else protocol.train_k
-        self.arms: dict[str, Arm] = {name: arm(name, config.protocol) for name in config.arms}
+        self.inputs = Inputs(config, corpus, self.encoder)
+        self.arms = self.inputs.arms
         self.methods: dict[str, methods.Method] = {}  # of the registered arms, after `check`
-        self.with_history = [user for user in corpus.users if user.history]
         self.donors: dict[str, str] = {}
         if "cross_user" in self.arms:
-            ids = [user.id for user in self.with_history]
+            ids = [user.id for user in self.inputs.with_history]
             self.donors = donors(ids, config.seed, corpus.groups)
         self.users = {user.id: user for user in corpus.users}
-        self._requests: dict[tuple[str, int], list[Request]] = {}
-        self._examples: dict[str, list[Example]] = {}
 
     def check(self) -> None:
         """Raises `UserError` for what can be known to fail before anything is computed."""
         own = (name for name, chosen in self.arms.items() if chosen.method)
         self.methods = {name: methods.load(name) for name in own}
-        alone = [user.id for user in self.with_history if user.id not in self.donors]
+        alone = [user.id for user in self.inputs.with_history if user.id not in self.donors]
         if "cross_user" in self.arms and (alone or not self.donors):
             of_group = " who saw the same items" if self.corpus.groups else ""
             raise UserError(
@@ -101,7 +99,7 @@ class Plan:
                 where="arm cross_user",
                 fix="evaluate more users, or remove cross_user from arms",
             )
-        if self._needs_training and not self.task_examples:
+        if self.inputs.needs_training and not self.inputs.task_examples:
             raise UserError(
                 expected="examples to train the task adapter on",
                 found="none: the users of the task adapter have no history and no queries",
@@ -137,12 +135,12 @@ class Plan:
         """With a warm-up, step 0 has learning rate 0: a single step would train nothing."""
         problems = []
         stage1, stage2 = self.config.adapter.task, self.recipe
-        if self._needs_training and n_task_steps(len(self.task_examples), stage1) == 1:
+        if self.inputs.needs_training and n_task_steps(len(self.inputs.task_examples), stage1) == 1:
             problems.append(("adapter.task", "stage 1", stage1.warmup_ratio))
-        if any(a.user_adapter for a in self.arms.values()):
+        if self.inputs.needs_user_adapters:
             problems += [
                 ("adapter.user", f"user {user.id!r}", stage2.warmup_ratio)
-                for user in self.with_history
+                for user in self.inputs.with_history
                 if n_user_steps(len(user.history), stage2) == 1
             ]
         raise_if_any(
@@ -158,36 +156,6 @@ class Plan:
             ]
         )
 
-    @property
-    def _needs_training(self) -> bool:
-        adapted = any(a.task_adapter for a in self.arms.values())
-        return adapted and self.config.adapter.task.path is None
-
-    # What goes in
-
-    @cached_property
-    def task_examples(self) -> list[Example]:
-        """Stage 1's examples: other users' queries, or else the evaluated users' records."""
-        of = (
-            self.encoder.task_examples
-            if self.corpus.task_users_origin == "others"
-            else self.encoder.user_examples
-        )
-        return [e for user in self.corpus.task_users for e in of(user, self._train_k)]
-
-    def user_examples(self, user: User) -> list[Example]:
-        """Stage 2's examples of a user."""
-        if user.id not in self._examples:
-            self._examples[user.id] = self.encoder.user_examples(user, self._train_k)
-        return self._examples[user.id]
-
-    def requests(self, arm_name: str, user: User) -> list[Request]:
-        """The requests of an arm for a user; arms with the same prompts share them."""
-        k = self.arms[arm_name].n_retrieved
-        if (user.id, k) not in self._requests:
-            self._requests[user.id, k] = self.encoder.requests(user, k)
-        return self._requests[user.id, k]
-
     def adapter_owner(self, arm_name: str, user: User) -> User | None:
         """Whose adapter serves the user. A user without history is served by the task arm."""
         kind = self.arms[arm_name].user_adapter
@@ -200,14 +168,14 @@ class Plan:
     @cached_property
     def task_unit(self) -> Unit | None:
         """Stage 1; None if an adapter is given or no arm needs one."""
-        if not self._needs_training:
+        if not self.inputs.needs_training:
             return None
         key = {
             "version": STAGE_VERSION,
             "packages": environment.versions("torch", "transformers", "peft"),
             "model": self.model.fingerprint,
             "recipe": {n: v for n, v in asdict(self.config.adapter.task).items() if n != "path"},
-            "examples": _hash_examples(self.task_examples),
+            "examples": _hash_examples(self.inputs.task_examples),
             "seed": self.config.seed,
             "device": self.torch_device,
             "tokens_per_pass": self.config.executor.tokens_per_pass,
@@ -242,7 +210,7 @@ class Plan:
     @cached_property
     def user_units(self) -> dict[str, Unit]:
         """Stage 2 by user id: of the users with a history, if an arm needs their adapters."""
-        if not any(a.user_adapter for a in self.arms.values()):
+        if not self.inputs.needs_user_adapters:
             return {}
         shared = {
             "version": STAGE_VERSION,
@@ -258,11 +226,11 @@ class Plan:
                 user.id,
                 shared
                 | {
-                    "examples": _hash_examples(self.user_examples(user)),
+                    "examples": _hash_examples(self.inputs.user_examples(user)),
                     "seed": user_seed(self.config.seed, user.id),
                 },
             )
-            for user in self.with_history
+            for user in self.inputs.with_history
         }
 
     @cached_property
@@ -286,7 +254,9 @@ class Plan:
                 key = shared | {
                     "base": base,
                     "adapter": key_hash(self.user_units[owner.id].key) if owner else None,
-                    "prompts": [request.prompt_hash for request in self.requests(name, user)],
+                    "prompts": [
+                        request.prompt_hash for request in self.inputs.requests(name, user)
+                    ],
                 }
                 units[name, user.id] = Unit("predictions", f"{name}, {user.id}", key)
         return units
@@ -313,14 +283,14 @@ class Plan:
             say(f"  model: {config.model.name} ({self.model.origin}), {config.quantization.name}")
         for name in self.methods:
             say(f"  {name}: {methods.described(name)}, called each time")
-        if corpus.task_users_origin == "evaluated" and self._needs_training:
+        if corpus.task_users_origin == "evaluated" and self.inputs.needs_training:
             say("  [yellow]the task adapter is trained on the evaluated users' own histories: there"
                 " are no other users[/] (data.task_users)")  # fmt: skip
         if corpus.n_records_left_out:
             say(f"  [yellow]{corpus.n_records_left_out} records without an answer are left out[/]")
         for note in corpus.notes:
             say(f"  [yellow]{escape(note)}[/]")
-        without = len(corpus.users) - len(self.with_history)
+        without = len(corpus.users) - len(self.inputs.with_history)
         if without:
             say(f"  [yellow]{without} users without a history[/]: the task arm serves them in user")
         for name, total in totals.items():
@@ -358,14 +328,16 @@ class Plan:
         )
         work = 0.0
         if missing["task adapter"]:
-            n_tokens = estimate.n_task_tokens(self.task_examples, self.config.adapter.task)
+            n_tokens = estimate.n_task_tokens(self.inputs.task_examples, self.config.adapter.task)
             work += estimate.TASK_ADAPTER * n_tokens
         for unit in missing["user adapters"]:
-            examples = self.user_examples(self.users[unit.what])
+            examples = self.inputs.user_examples(self.users[unit.what])
             work += estimate.USER_ADAPTER * estimate.n_user_tokens(examples, self.recipe)
         for unit in missing["arms × users"]:
             name, user_id = unit.what.split(", ", 1)
-            prompts = [request.prompt for request in self.requests(name, self.users[user_id])]
+            prompts = [
+                request.prompt for request in self.inputs.requests(name, self.users[user_id])
+            ]
             n_new = self.encoder.max_new_tokens
             work += estimate.ANSWERS * estimate.n_answer_tokens(prompts, n_new)
         seconds = work * n_parameters / estimate.flops_per_second()

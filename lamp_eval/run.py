@@ -70,7 +70,7 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
     predictions = {name: pipeline.predictions(name) for name in config.arms}
     commit, status = environment.git("rev-parse", "HEAD"), environment.git("status", "--porcelain")
     n_cut = {
-        name: [r.n_cut_words for user in corpus.users for r in plan.requests(name, user)]
+        name: [r.n_cut_words for user in corpus.users for r in plan.inputs.requests(name, user)]
         for name in config.arms
     }
     rows = leaderboard_rows(

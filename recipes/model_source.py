@@ -422,3 +422,80 @@ def load_tokenizer(model_dir: Path) -> Any:
             fix="set eos_token there",
         )
     return tokenizer
+
+
+def find_tokenizer(
+    *, name: str, hub_id: str | None, path: str | None, revision: str | None, cache_dir: Path
+) -> tuple[Path | None, str]:
+    """Where a model's tokenizer and `config.json` are, without its weights.
+
+    Args:
+        name: of the converted copy in `cache_dir`.
+        hub_id: repository on the hub; only small files are downloaded from there.
+        path: directory with a checkpoint; nothing else is tried then.
+        revision: branch, tag or commit on the hub.
+        cache_dir: where a converted wheel is kept.
+
+    Returns:
+        The directory, or None with the reason in a line.
+
+    Raises:
+        UserError: there is no tokenizer at `path`.
+    """
+    if path is not None:
+        folder = Path(path).expanduser()
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                expected="a directory with a checkpoint",
+                found="no config.json in it" if folder.is_dir() else "no such directory",
+                where=str(folder),
+                fix="pass the directory that holds config.json",
+            )
+        return folder, ""
+    converted = cache_dir / f"{name}-{WHEEL.partition('==')[2]}-{CONVERTER_VERSION}"
+    if (converted / "config.json").is_file():
+        return converted, ""
+    if hub_id is None:
+        return None, "neither a path nor a repository on the hub"
+    from huggingface_hub import snapshot_download
+
+    patterns = ["config.json", *TOKENIZER_FILES]
+    reason = ""
+    for local in (True, False):
+        # The client's errors share no base but Exception.
+        try:
+            folder = Path(
+                snapshot_download(
+                    hub_id,
+                    revision=revision,
+                    allow_patterns=patterns,
+                    local_files_only=local,
+                    etag_timeout=HUB_TIMEOUT_SECONDS,
+                )
+            )
+        except Exception as error:
+            reason = _first_line(error)
+            continue
+        if (folder / "config.json").is_file() and (folder / "tokenizer_config.json").is_file():
+            return folder, ""
+        reason = "incomplete in the cache"
+    return None, reason
+
+
+def rough_tokenizer() -> Any:
+    """A tokenizer that only counts: pieces of words, about as many as a real one's tokens."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"?": 0, "<|im_end|>": 1}, unk_token="?"))
+    # Words of up to eight letters are mostly one token, with the space before them.
+    pieces = Regex(r" ?\p{L}{1,8}|\p{N}| ?[^\s\p{L}\p{N}]+|\s+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, behavior="isolated")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", unk_token="?"
+    )
+    fast.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return fast
