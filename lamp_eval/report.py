@@ -164,7 +164,7 @@ def _interval_plots(runs: Sequence[Run]) -> list[Plot]:
         column = {"arm − reference": [_estimate(row) for row in rows.values()]}
         caption = (
             f"{task.name}, run {run.number}: every comparison of two arms with its 95 % intervals "
-            "(one bar: Δᵤ; broken bar: Δ). Numbers on the right are Δᵤ."
+            "(whole bar: Δᵤ; broken bar: Δ). Numbers on the right are Δᵤ."
         )
         return [Plot(task, f"intervals-{task.name}", caption, plots.forest(labels, column, **look))]
     pairs = [pair for pair in (GAIN, PERSONAL) if pair in present] or present[:2]
