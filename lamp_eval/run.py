@@ -40,6 +40,8 @@ def report_data(config: RunConfig, console: Console) -> None:
     task = TASKS[config.task]
     corpus = load_corpus(task, config.data)
     display.show_card(console, data_card(task, corpus), title=f"{config.name}: the data")
+    for note in corpus.notes:
+        console.print(note, style="yellow", markup=False, soft_wrap=True)
 
 
 def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Console) -> RunRecord:

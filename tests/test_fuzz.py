@@ -6,6 +6,7 @@ import copy
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,14 @@ USERS = [
 ]
 OUTPUTS = {"task": "LaMP_3", "golds": [{"id": "1", "output": "5"}, {"id": "2", "output": "3"}]}
 QUESTIONS = [{"id": "1", "user_id": "u", "profile": [{"text": "x"}]}, {"id": "2", "user_id": "v"}]
+LAMP = [
+    {
+        "id": "1",
+        "input": REVIEW + "fine",
+        "profile": [{"text": "good", "score": "5", "date": 2014}],
+    },
+    {"id": "2", "input": REVIEW + "poor", "user_id": "u", "profile": []},
+]
 SCORES = [{"user_id": "u", "score": 1.0, "reference_score": 0}, {"user_id": "v", "oppu_score": 0,
            "task_score": 1, "diff": -1}]  # fmt: skip
 
@@ -48,6 +57,24 @@ def _read_users(path: Path) -> None:
     path.rename(folder / EVALUATED)
     corpus = load_corpus(RATINGS, DataConfig(source="oppu", dir=str(folder)))
     data_card(RATINGS, corpus)
+
+
+def _read_lamp(path: Path) -> None:
+    """The benchmark's questions, in a cache of their own."""
+    folder = path.parent / "LaMP_3" / "dev"
+    folder.mkdir(parents=True)
+    path.rename(folder / "dev_questions.json")
+    golds = [{"id": query_id, "output": "4"} for query_id in ("1", "2", "u")]
+    (folder / "dev_outputs.json").write_text(json.dumps({"task": "LaMP_3", "golds": golds}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(path.parent / "cache"))
+        corpus = load_corpus(RATINGS, DataConfig(source="lamp", dir=str(path.parent)))
+        data_card(RATINGS, corpus)
+
+
+def _read_profiles(path: Path) -> None:
+    data = DataConfig(source="sample", n_users=1, n_task_users=1, n_records=1, n_queries=1)
+    load_corpus(TASKS["movie_tagging"], replace(data, profiles=str(path)))
 
 
 def _read_scores(path: Path) -> None:
@@ -63,6 +90,8 @@ READERS: dict[str, tuple[Callable[[Path], Any], Any]] = {
     "golds": (lambda path: score_files(path, path), OUTPUTS),
     "golds of a task": (lambda path: score_files(path, path, RATINGS), OUTPUTS),
     "questions": (read_users, QUESTIONS),
+    "questions as users": (_read_lamp, LAMP),
+    "profiles": (_read_profiles, {"sample-000": "Likes films.", "other-000": "Likes none."}),
     "scores": (_read_scores, SCORES),
 }
 ANYTHING = st.recursive(

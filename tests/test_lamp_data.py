@@ -233,6 +233,24 @@ def test_all_problems_of_a_file_are_listed(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("field", ["input", "text"])
+def test_half_a_character_is_refused(tmp_path, field):
+    rows = [question("1", TWEET + "a"), question("2", TWEET + "b", [{"text": "c"}])]
+    text = json.dumps(rows).replace('b"' if field == "input" else 'c"', '\\ud800"')
+    golds = {"1": "x", "2": "y"}
+    (write(tmp_path, "LaMP_7", "dev", rows, golds) / "LaMP_7/dev/dev_questions.json").write_text(
+        text
+    )
+    with pytest.raises(UserError, match="question '2'"):
+        load("tweet_paraphrase", tmp_path)
+
+
+def test_an_empty_file_of_questions_is_refused(tmp_path):
+    write(tmp_path, "LaMP_7", "dev", [], {"1": "x"})
+    with pytest.raises(UserError, match="an empty list"):
+        load("tweet_paraphrase", tmp_path)
+
+
 @pytest.mark.parametrize("missing", ["questions", "outputs"])
 def test_a_missing_file_is_named_with_the_command_that_fetches_it(tmp_path, missing):
     tweets(tmp_path, [question("1", TWEET + "a")])

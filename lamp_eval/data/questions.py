@@ -7,12 +7,14 @@ into an Arrow table in the cache; users are made from its rows when they are ask
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, overload
 
@@ -181,6 +183,13 @@ class _Split:
         self.golds = outputs_of(read_outputs(outputs), task).by_id
         self.table = _table(task, questions, self.files[str(questions)])
         ids = self._column("id")
+        if not ids:
+            raise UserError(
+                expected=_QUESTIONS,
+                found="an empty list",
+                where=str(questions),
+                fix="download or write the file again",
+            )
         raise_if_any(
             [
                 UserError(
@@ -290,14 +299,14 @@ def _write_table(task: Task, path: Path, target: Path) -> None:
             "profile": pa.list_(profile),
         }
     )
+    rows = _rows(task, path)
     with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        rows: list[dict[str, Any]] = []
-        for row in _rows(task, path):
-            rows.append(row)
-            if len(rows) == _ROWS_PER_BATCH:
-                writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
-                rows = []
-        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+        while batch := list(islice(rows, _ROWS_PER_BATCH)):
+            try:
+                writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
+            except UnicodeEncodeError as error:  # half of a surrogate pair, as JSON may have it
+                odd = next(row["id"] for row in batch if not _is_text(row))
+                raise _wrong(error.object, "valid Unicode", f"{path}, question {odd!r}") from error
 
 
 def _rows(task: Task, path: Path) -> Iterator[dict[str, Any]]:
@@ -358,6 +367,14 @@ def _record(task: Task, item: Any, where: str, problems: list[UserError]) -> dic
         elif value is not None or needed:
             problems.append(_wrong(value, "a string or an integer", f"{where}, field {name!r}"))
     return record | {"date": record.get("date", "")}
+
+
+def _is_text(row: Mapping[str, Any]) -> bool:
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _wrong(found: Any, expected: str, where: str) -> UserError:
