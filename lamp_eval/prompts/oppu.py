@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from lamp_eval.config import ProtocolConfig
@@ -39,6 +40,11 @@ class OppuEncoder:
     seed: int = 0
     embed: Embed | None = None
     profiles: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def _answer_ids(self) -> dict[str, list[int]]:
+        """Of the answers so far: labels come again and again."""
+        return {}
 
     @property
     def max_new_tokens(self) -> int:
@@ -174,13 +180,15 @@ class OppuEncoder:
         answer: str,
         where: str,
     ) -> Example:
-        n_answer = len(self._ids(" " + answer, special=False)) + 1
-        room = self.protocol.max_tokens - n_answer
+        if answer not in self._answer_ids:
+            self._answer_ids[answer] = self._ids(" " + answer, special=False)
+        answer_ids = self._answer_ids[answer]
+        room = self.protocol.max_tokens - len(answer_ids) - 1
         prompt, found = self._fit(user, retrieved, prompt_of, text, room, where)
         full_ids = self._ids(prompt + " " + answer)
         if full_ids[: len(found.ids)] != found.ids:
             # The tokenizer merges across the border: train on what generation will start from.
-            full_ids = found.ids + self._ids(" " + answer, special=False)
+            full_ids = found.ids + answer_ids
         return Example((*full_ids, self.tokenizer.eos_token_id), len(found.ids))
 
     def _fit(
