@@ -316,9 +316,13 @@ def _worst_and_best(gains: Sequence[UserGain], n: int, task: Task) -> list[tuple
 
 def _read_predictions(path: Path, user_ids: set[str]) -> dict[tuple[str, str], _PredictionRow]:
     """The predictions for some users, by user and query."""
+    # Most lines are of other users and need not be parsed; JSON writes an id in one of two ways.
+    ids = {json.dumps(i, ensure_ascii=a).encode() for i in user_ids for a in (True, False)}
     found = {}
     with path.open("rb") as file:
         for i, line in enumerate(file, start=1):
+            if not any(user_id in line for user_id in ids):
+                continue
             try:
                 row = _PredictionRow.model_validate_json(line)
             except ValidationError as error:

@@ -367,7 +367,7 @@ def test_mistakes_end_with_2(
 @pytest.mark.usefixtures("no_plots")
 def test_missing_and_damaged_predictions(movies: Path, tmp_path: Path) -> None:
     (movies / "predictions" / "task.jsonl").unlink()
-    (movies / "predictions" / "base.jsonl").write_text('{"query_id": "1"}\n')
+    (movies / "predictions" / "base.jsonl").write_text('{"user_id": "ann"}\n')
     page = report(movies, out=tmp_path)
     assert (
         "no answers of arm task: predictions/task.jsonl cannot be read: No such file" in page.text
