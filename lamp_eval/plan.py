@@ -106,6 +106,7 @@ class Plan:
                 where="stage 1, the task adapter",
                 fix="give adapter.task.path=…, or data with histories",
             )
+        self._check_examples()
         self._check_steps()
         folder = self.store.root
         try:
@@ -131,6 +132,22 @@ class Plan:
                 fix="free some space, or set output_dir to another disk",
             )
 
+    def _check_examples(self) -> None:
+        if not self.inputs.needs_user_adapters:
+            return
+        raise_if_any(
+            [
+                UserError(
+                    expected="a record with a text and an answer, or no history",
+                    found=f"{len(user.history)} records without",
+                    where=f"user {user.id!r}",
+                    fix="leave the user out, or complete the records",
+                )
+                for user in self.inputs.with_history
+                if not self.inputs.user_examples(user)
+            ]
+        )
+
     def _check_steps(self) -> None:
         """With a warm-up, step 0 has learning rate 0: a single step would train nothing."""
         problems = []
@@ -141,7 +158,7 @@ class Plan:
             problems += [
                 ("adapter.user", f"user {user.id!r}", stage2.warmup_ratio)
                 for user in self.inputs.with_history
-                if n_user_steps(len(user.history), stage2) == 1
+                if n_user_steps(len(self.inputs.user_examples(user)), stage2) == 1
             ]
         raise_if_any(
             [

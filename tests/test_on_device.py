@@ -256,6 +256,20 @@ def test_training_equals_the_plain_reference(
         assert max(np.abs(t).max() for name, t in found.items() if name.endswith("b")) > 1e-3
 
 
+def test_text_to_continue_equals_the_plain_reference(
+    device_model: DeviceModel, model_dir: Path
+) -> None:
+    """As tweets in `lamp_chat`: every token but the first carries loss."""
+    recipe = replace(RECIPE, accumulation=3)
+    examples = [replace(example, answer_start=1) for example in _examples(5, n_common=4)]
+    device_model.reset_adapter(SEED)
+    initial = {name: np.array(tensor) for name, tensor in device_model.adapter().items()}
+    steps, found = _train(device_model, examples, recipe)
+    losses, expected = _reference(model_dir, initial, examples, recipe)
+    np.testing.assert_allclose([step.loss for step in steps], losses, rtol=1e-4)
+    _assert_close(found, expected)
+
+
 def test_prompt_tokens_carry_no_loss(device_model: DeviceModel) -> None:
     """With the answer at the very end, what the prompt predicts of itself does not matter."""
     tokens = _tokens(20, 3)

@@ -97,8 +97,9 @@ def _build(model_dir: Path, adapter: Path, base_dir: Path) -> float:
 @pytest.mark.parametrize("n_examples", [1, 5])
 @pytest.mark.parametrize("n_common", [0, 1, 20])
 @pytest.mark.parametrize("tokens_per_pass", [1, 2048])
+@pytest.mark.parametrize("every_token", [False, True])  # as for text to continue in `lamp_chat`
 def test_loss_and_gradients_equal_the_plain_computation(
-    model_dir: Path, n_common: int, n_examples: int, tokens_per_pass: int
+    model_dir: Path, n_common: int, n_examples: int, tokens_per_pass: int, every_token: bool
 ) -> None:
     torch.manual_seed(0)
     model = get_peft_model(
@@ -110,6 +111,8 @@ def test_loss_and_gradients_equal_the_plain_computation(
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     batch = _examples(n_examples, n_common)
+    if every_token:
+        batch = [replace(example, answer_start=1) for example in batch]
 
     total, n_supervised = torch.tensor(0.0), 0
     for example in batch:
