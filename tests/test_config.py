@@ -56,7 +56,7 @@ def test_every_experiment_composes(experiment, setting):
     )
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", LAMP_TASKS)
 def test_every_task_has_sample_users(task):
     config = composed(f"experiment={task}_per_user")
     corpus = load_corpus(TASKS[config.task], config.data)

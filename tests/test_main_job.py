@@ -235,7 +235,7 @@ def test_data_report_shows_the_data_and_runs_nothing(tmp_path: Path) -> None:
 # Repetition
 
 
-@pytest.mark.parametrize("task", ["citation", "product_rating", "tweet_paraphrase"])
+@pytest.mark.parametrize("task", ["product_rating"])  # all others: test_suites.py
 def test_other_kinds_of_tasks_run_on_the_sample(runs: Runs, tmp_path: Path, task: str) -> None:
     options = runs.options(
         tmp_path, experiment=f"{task}_per_user", arms="[task,user]", data__n_users=2
