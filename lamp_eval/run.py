@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -62,6 +62,7 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
     started_at, start = datetime.now(UTC), time.perf_counter()
     task = TASKS[config.task]
     corpus = load_corpus(task, config.data)
+    corpus = replace(corpus, users=tuple(corpus.users))  # a run needs them all, again and again
     plan = Plan(config, task, corpus, console)
     with plan.child:
         plan.check()

@@ -25,8 +25,8 @@ class Corpus:
 
     Attributes:
         users: the users to evaluate, in the order of the file.
-        task_users: the users whose examples train the task adapter, in the order of their ids; of
-            `data=lamp` made anew each time they are asked for.
+        task_users: the users whose examples train the task adapter, in the order of their ids. Both
+            of `data=lamp` are made anew each time they are asked for.
         task_users_origin: `others` if those are different people; `evaluated` if they are the
             evaluated users themselves, of whom only the histories are used, never a query.
         synthetic: True if the texts were generated.
@@ -40,7 +40,7 @@ class Corpus:
             anyone may be a donor.
     """
 
-    users: tuple[User, ...]
+    users: Sequence[User]
     task_users: Sequence[User]
     task_users_origin: str
     synthetic: bool
@@ -68,7 +68,8 @@ def load_corpus(task: Task, data: DataConfig) -> Corpus:
     files: dict[str, str] = {}
     if data.source == "lamp":  # whose users are checked as they are read
         found = questions.read(task, data, partial(_selected, data=data))
-        users, task_users, files = tuple(found.users), found.task_users, found.files
+        users = found.users.each(partial(_newest, data=data))
+        task_users, files = found.task_users or (), found.files
         notes += found.notes
     else:
         if data.source == "sample":
@@ -80,7 +81,8 @@ def load_corpus(task: Task, data: DataConfig) -> Corpus:
             all_users, task_users, files = oppu.read(task, data)
         ids, lengths = [u.id for u in all_users], [len(u.history) for u in all_users]
         chosen = tuple(all_users[i] for i in _selected(ids, lengths, data))
-        users, n_left_out = _answered(chosen, task)
+        answered, n_left_out = _answered(chosen, task)
+        users = tuple(_newest(user, data) for user in answered)
         sources = [*files] or [f"data={data.source}"]  # the evaluated users' file first
         notes += check_users(users, task, sources[0])
         if task_users:
@@ -89,10 +91,13 @@ def load_corpus(task: Task, data: DataConfig) -> Corpus:
             notes += check_users(task_users, task, sources[min(1, len(sources) - 1)])
             # Users in another order in a file are the same users.
             task_users = tuple(sorted(task_users, key=lambda user: user.id))
-    users = tuple(_newest(user, data) for user in users)
     origin = "others"
     if not task_users or data.task_users == "evaluated":
-        origin, task_users = "evaluated", tuple(sorted(users, key=lambda user: user.id))
+        ids = user_ids(users)
+        origin, task_users = (
+            "evaluated",
+            _picked(users, sorted(range(len(ids)), key=ids.__getitem__)),
+        )
     if data.max_task_users is not None and origin == "others":
         kept = sorted(_random_order(user_ids(task_users), data.seed)[: data.max_task_users])
         task_users = _picked(task_users, kept)
@@ -108,7 +113,7 @@ def load_corpus(task: Task, data: DataConfig) -> Corpus:
         n_records_left_out=n_left_out,
         notes=tuple(notes),
         profiles=profiles,
-        checksum=_checksum(users, task_users, profiles),
+        checksum=_checksum(users, task_users, profiles, data, files),
         files=files,
         groups=groups,
     )
@@ -173,12 +178,17 @@ def _check_profiles(profiles: Mapping[str, str], ids: Sequence[str], where: str)
 
 
 def _checksum(
-    users: Sequence[User], task_users: Sequence[User], profiles: Mapping[str, str]
+    users: Sequence[User],
+    task_users: Sequence[User],
+    profiles: Mapping[str, str],
+    data: DataConfig,
+    files: Mapping[str, str],
 ) -> str:
     digest = hashlib.sha256()
     for group in (users, task_users):
         if isinstance(group, ArrowUsers):  # files have checksums of their own
-            digest.update(json.dumps(group.ids).encode())
+            limits = data.max_records, data.max_queries
+            digest.update(json.dumps([group.ids, limits, sorted(files.values())]).encode())
             continue
         for user in group:
             row = [

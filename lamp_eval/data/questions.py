@@ -46,8 +46,8 @@ class Found:
         notes: what a person should know about the data.
     """
 
-    users: Sequence[User]
-    task_users: Sequence[User]
+    users: ArrowUsers
+    task_users: ArrowUsers | None
     files: dict[str, str]
     notes: list[str]
 
@@ -63,12 +63,23 @@ class _Person:
 
 
 class ArrowUsers(Sequence[User]):
-    """Users whose records stay in the table until they are asked for."""
+    """Users whose records stay in the table until they are asked for.
+
+    Args:
+        table: the questions.
+        people: whose they are.
+        golds: by question id.
+        made: what becomes of a user that is asked for.
+    """
 
     def __init__(
-        self, table: Any, people: Sequence[_Person], golds: Mapping[str, str], task: Task
+        self,
+        table: Any,
+        people: Sequence[_Person],
+        golds: Mapping[str, str],
+        made: Callable[[User], User],
     ) -> None:
-        self._table, self._people, self._golds, self._task = table, people, golds, task
+        self._table, self._people, self._golds, self._made = table, people, golds, made
 
     def __len__(self) -> int:
         return len(self._people)
@@ -79,7 +90,7 @@ class ArrowUsers(Sequence[User]):
     def __getitem__(self, index: slice) -> ArrowUsers: ...
     def __getitem__(self, index: int | slice) -> User | ArrowUsers:
         if isinstance(index, slice):
-            return ArrowUsers(self._table, self._people[index], self._golds, self._task)
+            return self.pick(range(len(self))[index])
         person = self._people[index]
         first, *more = (self._table[row] for row in person.rows)
         history = tuple(
@@ -89,12 +100,23 @@ class ArrowUsers(Sequence[User]):
         queries = tuple(
             Query(row["id"], row["input"], self._golds[row["id"]]) for row in (first, *more)
         )
-        return User(person.id, history, queries)
+        return self._made(User(person.id, history, queries))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and [*self] == [*other]
+
+    __hash__ = None  # type: ignore[assignment]
 
     def pick(self, positions: Sequence[int]) -> ArrowUsers:
         """The users at some positions."""
         people = [self._people[i] for i in positions]
-        return ArrowUsers(self._table, people, self._golds, self._task)
+        return ArrowUsers(self._table, people, self._golds, self._made)
+
+    def each(self, made: Callable[[User], User]) -> ArrowUsers:
+        """The users, each of them changed when it is asked for."""
+        return ArrowUsers(
+            self._table, self._people, self._golds, lambda user: made(self._made(user))
+        )
 
     @property
     def ids(self) -> list[str]:
@@ -131,7 +153,7 @@ def read(
     chosen = select([p.id for p in evaluated.people], [p.n_records for p in evaluated.people])
     users = evaluated.users([evaluated.people[i] for i in chosen])
     files = dict(evaluated.files)
-    task_users: Sequence[User] = ()
+    task_users = None
     wanted = data.task_users == "others" or (
         data.task_users == "auto" and _folder(task, data, "train").is_dir()
     )
@@ -215,7 +237,7 @@ class _Split:
         self.people = self._people(ids, notes, str(questions))
 
     def users(self, people: Sequence[_Person]) -> ArrowUsers:
-        return ArrowUsers(self.table, people, self.golds, self.task)
+        return ArrowUsers(self.table, people, self.golds, lambda user: user)
 
     def _column(self, name: str) -> list[Any]:
         column: list[Any] = self.table.data.column(name).to_pylist()
