@@ -78,6 +78,7 @@ def build_requests(
     arm: str,
     protocol: str = "oppu",
     seed: int = 0,
+    profiles: Mapping[str, str] | None = None,
     **options: Any,
 ) -> list[Request]:
     """Builds the prompts that an arm answers, as `protocol=… protocol.<option>=…` does in a run.
@@ -90,6 +91,7 @@ def build_requests(
             `task_retrieval` `k`; `task`, `user` and `cross_user` `adapter_k`.
         protocol: how prompts are built: a file of `conf/protocol`.
         seed: of random retrieval, ≥ 0.
+        profiles: by user id, a text about the user for all their prompts.
         options: of that group, e.g. `k=2`; the others have the values of a run with the default
             setting.
 
@@ -97,8 +99,8 @@ def build_requests(
         A request for each query, users and queries in their order.
 
     Raises:
-        UserError: a name or option is not known, the users are not of this task, or an instruction
-            alone is longer than a prompt may be.
+        UserError: a name or option is not known, the users are not of this task, an instruction
+            alone is longer than a prompt may be, or retrieval is dense, which a run alone has.
     """
     from lamp_eval.arms import arm as arm_named
     from lamp_eval.compose import compose_config
@@ -113,7 +115,7 @@ def build_requests(
         {"task": found.name, "arms": arms, "seed": seed, "protocol": options},
     )
     check_users(users, found, "these users", golds=False)
-    build = make_encoder(tokenizer, found, config.protocol, seed)
+    build = make_encoder(tokenizer, found, config.protocol, seed, None, profiles)
     k = arm_named(arm, config.protocol).n_retrieved
     return [request for user in users for request in build.requests(user, k)]
 

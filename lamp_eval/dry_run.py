@@ -12,7 +12,6 @@ from rich.table import Table
 from lamp_eval import display, environment, estimate
 from lamp_eval.config import QuantizationConfig, RunConfig, n_adapted_blocks
 from lamp_eval.data import load_corpus
-from lamp_eval.errors import UserError
 from lamp_eval.inputs import Inputs
 from lamp_eval.prompts import make_encoder
 from lamp_eval.records import Example
@@ -59,13 +58,6 @@ def dry_run(config: RunConfig, console: Console) -> list[Cost]:
     from recipes.model_source import find_tokenizer, load_tokenizer, rough_tokenizer
 
     task = TASKS[config.task]
-    if config.protocol.retrieval == "dense":
-        raise UserError(
-            expected="retrieval that needs no model",
-            found="dense",
-            where="option protocol.retrieval, with dry_run=true",
-            fix="set protocol.retrieval=bm25, whose prompts are about as long",
-        )
     corpus = load_corpus(task, config.data)
     model = config.model
     folder, reason = find_tokenizer(

@@ -141,7 +141,7 @@ def answers(
 def _without_golds(user: User) -> User:
     return replace(
         user,
-        history=tuple(Record(dict(record.fields)) for record in user.history),
+        history=tuple(Record(dict(record.fields), record.date) for record in user.history),
         queries=tuple(replace(query, gold="") for query in user.queries),
     )
 

@@ -134,5 +134,5 @@ def test_where_a_tokenizer_is_found(model, tmp_path, monkeypatch):
 def test_dense_retrieval_needs_a_model(model):
     config = composed("experiment=movie_tagging_per_user", "protocol.retrieval=dense",
                       "protocol.embedding_model=x", f"model.path={model}")  # fmt: skip
-    with pytest.raises(UserError, match="retrieval=bm25"):
+    with pytest.raises(UserError, match="choose bm25"):
         shown(config)

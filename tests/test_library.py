@@ -343,3 +343,18 @@ def test_a_record_without_methods_is_still_read() -> None:
     old = record([]).model_dump()
     del old["methods"]
     assert type(record([])).model_validate(old).methods == {}
+
+
+def test_profiles_stand_in_prompts(tokenizer: Any, users: tuple[User, ...]) -> None:
+    def first(**options: Any) -> str:
+        found = lamp_eval.build_requests(MOVIES, users, tokenizer, arm="base", **options)
+        return str(tokenizer.decode(found[0].prompt))
+
+    assert first(profiles={users[0].id: "Likes films."}) == "Likes films.\n" + first()
+
+
+def test_dense_retrieval_is_for_runs(tokenizer: Any, users: tuple[User, ...]) -> None:
+    with pytest.raises(UserError, match="dense"):
+        lamp_eval.build_requests(
+            MOVIES, users, tokenizer, arm="base", retrieval="dense", embedding_model="x"
+        )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lamp_eval.config import ProtocolConfig
+from lamp_eval.errors import UserError
 from lamp_eval.prompts.chat import ChatEncoder
 from lamp_eval.prompts.oppu import OppuEncoder
 from lamp_eval.retrieval import Embed
@@ -35,6 +36,13 @@ def make_encoder(
     Raises:
         UserError: the tokenizer or the task lacks what the protocol needs.
     """
+    if protocol.retrieval == "dense" and embed is None:
+        raise UserError(
+            expected="retrieval that needs no model",
+            found="dense",
+            where="option protocol.retrieval",
+            fix="choose bm25, recency or random, or run the command line",
+        )
     of = ChatEncoder if protocol.name == "lamp_chat" else OppuEncoder
     return of(tokenizer, task, protocol, seed, embed, profiles or {})
 
