@@ -43,9 +43,8 @@ def cue_pattern(task_name: str) -> tuple[re.Pattern, dict[str, str]]:
 def answer_patterns(task_name: str) -> list[tuple[re.Pattern, str]]:
     phrases = PHRASES[task_name]
     answers = phrases.answers or {kind: (kind,) for kind in phrases.cues}
-    places = {"subject": "(.+)", "Subject": "(.+)", "first": r"\w+", "second": r"\w+"}
     return [
-        (re.compile(re.escape(form).replace(r"\{", "{").replace(r"\}", "}").format(**places)), kind)
+        (re.compile(re.sub(r"\\{\w+\\}", "(.+)", re.escape(form))), kind)
         for kind, forms in answers.items()
         for form in forms
     ]
@@ -220,11 +219,11 @@ FIRST_AND_LAST = {
         "Benchmark Results for Parallel Protein Folding",
     ),
     "tweet_paraphrase": (
-        {"text": "sad or proud? proud, yay, well done! borrowed a pumpkin"},
-        {"text": "thankful or bored? thankful, bless you all! borrowed my suitcase"},
-        "Paraphrase the following tweet without any explanation before or after it: Just now I "
-        "found my keys, which makes me really bored and really tired.",
-        "bored or tired? tired, yawn, good night! found my keys",
+        {"text": "tired, good night! Italian chair"},
+        {"text": "sad, poor me! inflatable chair"},
+        "Paraphrase the following tweet without any explanation before or after it: "
+        "I look at the rusty chair. I feel annoyed and really proud.",
+        "proud, well done! rusty chair",
     ),
 }
 

@@ -15,7 +15,7 @@ class Phrases:
         frames: texts that take two cues as `{}`, and `{subject}`.
         n_favourites: how many kinds a user prefers.
         answers: by kind the answers that say so, with the `{subject}`, or `{Subject}` in title
-            case, and the text's `{first}` and `{second}` kind; none: the kind itself is the answer.
+            case; none: the kind itself is the answer.
         subjects: what a text is about besides its two kinds.
         may_repeat: whether a user may have the same text twice.
     """
@@ -194,53 +194,34 @@ ABSTRACTS = Phrases(
     subjects=tuple(f"{method} {topic}" for method in METHODS for topic in TOPICS),
 )  # fmt: skip
 
-DEEDS = (
-    "lost", "found", "bought", "sold", "fixed", "broke", "painted", "cleaned", "dropped", "hid",
-    "forgot", "borrowed", "packed", "wrapped", "carried", "photographed",
-)  # fmt: skip
-BELONGINGS = (
-    "my umbrella", "the red bike", "a guitar", "the old radio", "my suitcase", "the garden chairs",
-    "a birthday cake", "my keys", "the kitchen clock", "a box of books", "my winter boots",
-    "the blue tent", "a paper map", "my camera", "the piano", "a pumpkin",
-)  # fmt: skip
-
+# A record is the tweet alone, without the text it came from: its own words must tell the habit. So
+# there are few moods, and little else in a tweet that nobody can foresee.
 TWEETS = Phrases(
     cues={
         "annoyed": ("annoyed", "really annoyed"),
         "amused": ("amused", "really amused"),
         "tired": ("tired", "really tired"),
-        "hungry": ("hungry", "really hungry"),
         "excited": ("excited", "really excited"),
-        "thankful": ("thankful", "really thankful"),
-        "bored": ("bored", "really bored"),
         "sad": ("sad", "really sad"),
         "proud": ("proud", "really proud"),
-        "surprised": ("surprised", "really surprised"),
     },
     frames=(
-        "I {subject}. I am {} and also {}.",
-        "Today I {subject}, and now I am {} as well as {}.",
-        "I {subject}. It leaves me {} and {}.",
-        "Just now I {subject}, which makes me {} and {}.",
+        "The {subject} makes me {} and also {}.",
+        "About the {subject} I am {}, but {} as well.",
+        "I look at the {subject}. I feel {} and {}.",
+        "I am {} and {} because of the {subject}.",
     ),
-    # A record is the tweet alone. It names both moods, so that it shows what was chosen of what.
+    n_favourites=2,
     answers={
-        mood: (f"{{first}} or {{second}}? {mood}, {outcry}! {{subject}}",)
-        for mood, outcry in {
-            "annoyed": "seriously, not again",
-            "amused": "haha, too funny",
-            "tired": "yawn, good night",
-            "hungry": "yum, feed me",
-            "excited": "woohoo, so ready",
-            "thankful": "bless you all",
-            "bored": "meh, wake me",
-            "sad": "sniff, poor me",
-            "proud": "yay, well done",
-            "surprised": "wow, no way",
-        }.items()
+        "annoyed": ("annoyed, not again! {subject}",),
+        "amused": ("amused, too funny! {subject}",),
+        "tired": ("tired, good night! {subject}",),
+        "excited": ("excited, so ready! {subject}",),
+        "sad": ("sad, poor me! {subject}",),
+        "proud": ("proud, well done! {subject}",),
     },
-    subjects=tuple(f"{deed} {belonging}" for deed in DEEDS for belonging in BELONGINGS),
-)  # fmt: skip
+    subjects=tuple(f"{quality} {thing}" for quality in QUALITIES for thing in THINGS),
+)
 
 PAPERS = Phrases(
     cues={topic: (topic.title(),) for topic in TOPICS},

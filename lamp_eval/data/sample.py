@@ -99,7 +99,7 @@ def _item(
         if not phrases.answers:
             return kind
         form = rng.choice(phrases.answers[kind])
-        return form.format(subject=subject, Subject=subject.title(), first=pair[0], second=pair[1])
+        return form.format(subject=subject, Subject=subject.title())
 
     return _Item(frame.format(*cues, subject=subject), subject, answer(chosen), answer(other))
 
