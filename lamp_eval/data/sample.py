@@ -62,7 +62,7 @@ def generate(task: Task, data: DataConfig) -> tuple[tuple[User, ...], tuple[User
 def _user(user_id: str, task: Task, data: DataConfig) -> User:
     rng = random.Random(user_seed(data.seed, user_id))
     phrases = PHRASES[task.name]
-    favourites = rng.sample(list(phrases.cues), phrases.n_favourites)
+    favourites = rng.sample(list(phrases.cues), phrases.n_favourites or len(phrases.cues) // 2)
     rest = [kind for kind in phrases.cues if kind not in favourites]
     seen: set[str] = set()
 
