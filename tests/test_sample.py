@@ -227,14 +227,14 @@ FIRST_AND_LAST = {
     ),
     "tweet_paraphrase": (
         {
-            "text": "sad, poor me! Italian chair",
+            "text": "proud, well done! jacket",
         },
         {
-            "text": "annoyed, not again! inflatable chair",
+            "text": "proud, well done! jacket",
         },
         "Paraphrase the following tweet without any explanation before or after "
-        "it: The vintage drum makes me amused and also tired.",
-        "tired, good night! vintage drum",
+        "it: About the candle I am really sad, but annoyed as well.",
+        "sad, poor me! candle",
     ),
 }
 
@@ -345,7 +345,7 @@ def test_more_items_than_there_are_subjects_are_no_endless_search():
         for record in user.history
     }
     assert len(user.history) == 400
-    assert 200 < len(subjects) <= 256
+    assert subjects == set(PHRASES["tweet_paraphrase"].subjects)
 
 
 # The signal

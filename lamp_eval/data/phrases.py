@@ -179,14 +179,22 @@ ABSTRACTS = Phrases(
     subjects=tuple(f"{method} {topic}" for method in METHODS for topic in TOPICS),
 )  # fmt: skip
 
+BELONGINGS = (
+    *THINGS,
+    "radio", "piano", "oven", "fridge", "shovel", "tractor", "scooter", "hammer", "candle",
+    "blanket", "teapot", "carpet", "curtain", "basket", "bucket", "broom", "sofa", "violin",
+    "trumpet", "bottle", "wallet", "jacket", "scarf", "necklace", "laptop", "printer",
+    "fountain", "statue", "garage", "balcony", "garden", "chimney", "window", "cupboard",
+    "trampoline", "hammock", "compass", "telescope", "keyboard", "suitcase", "calendar",
+    "puzzle", "sandwich", "pumpkin",
+)  # fmt: skip
+
 # A record is the tweet alone, without the text it came from: its own words must tell the habit. So
 # there are few moods, and little else in a tweet that nobody can foresee.
 TWEETS = Phrases(
     cues={
         "annoyed": ("annoyed", "really annoyed"),
         "amused": ("amused", "really amused"),
-        "tired": ("tired", "really tired"),
-        "excited": ("excited", "really excited"),
         "sad": ("sad", "really sad"),
         "proud": ("proud", "really proud"),
     },
@@ -199,12 +207,10 @@ TWEETS = Phrases(
     answers={
         "annoyed": ("annoyed, not again! {subject}",),
         "amused": ("amused, too funny! {subject}",),
-        "tired": ("tired, good night! {subject}",),
-        "excited": ("excited, so ready! {subject}",),
         "sad": ("sad, poor me! {subject}",),
         "proud": ("proud, well done! {subject}",),
     },
-    subjects=tuple(f"{quality} {thing}" for quality in QUALITIES for thing in THINGS),
+    subjects=BELONGINGS,
 )
 
 PAPERS = Phrases(
