@@ -45,9 +45,8 @@ def cue_pattern(task_name: str) -> tuple[re.Pattern, dict[str, str]]:
 def answer_patterns(task_name: str) -> list[tuple[re.Pattern, str]]:
     phrases = PHRASES[task_name]
     answers = phrases.answers or {kind: (kind,) for kind in phrases.cues}
-    places = {"subject": "(.+)", "Subject": "(.+)", "first": r"\w+", "second": r"\w+"}
     return [
-        (re.compile(re.escape(form).replace(r"\{", "{").replace(r"\}", "}").format(**places)), kind)
+        (re.compile(re.sub(r"\\{\w+\\}", "(.+)", re.escape(form))), kind)
         for kind, forms in answers.items()
         for form in forms
     ]
@@ -146,87 +145,98 @@ def test_movies_are_those_of_the_first_generator(values, checksum):
 FIRST_AND_LAST = {
     "citation": (
         {
-            "title": "From Program Verification to Memory Management: A View from Stadiums",
-            "citation": "Memory Management: A Primer",
+            "title": "From Spam Filtering to Query Optimization: A View from Public Schools",
+            "citation": "Spam Filtering: A Primer",
         },
         {
-            "title": "Crowd Simulation Meets Music Retrieval in Banks",
-            "citation": "Music Retrieval: A Primer",
+            "title": "From Speech Recognition to Query Optimization: A View from Modern Banks",
+            "citation": "Speech Recognition: A Primer",
         },
-        'For an author who has written the paper with the title "Spam Filtering Meets Machine '
-        'Translation in Harbors", which reference is related? Just answer with [1] or [2] without '
-        'explanation. [1]: "Machine Translation: A Primer" [2]: "Spam Filtering and Its Methods"',
+        'For an author who has written the paper with the title "Music Retrieval '
+        'and Query Optimization for Public Farms", which reference is related? '
+        'Just answer with [1] or [2] without explanation. [1]: "Query Optimization '
+        'and Its Methods" [2]: "Advances in Music Retrieval"',
         "[1]",
     ),
     "news_categorize": (
         {
-            "text": "A story from Prague about a goal in the last minute of the match and pilgrims "
-            "on their way to a shrine.",
-            "category": "religion",
+            "text": "Seen and heard in Denver: a daily walk against stress, then a recipe "
+            "for lemon cake.",
+            "category": "food & drink",
         },
         {
-            "text": "Today in Denver: a telescope that finds new planets, and a coach and her team "
-            "before the final.",
+            "text": "Seen and heard in Nairobi: a senator who changed parties, then a goal "
+            "in the last minute of the match.",
             "category": "sports",
         },
-        "Which category does this article relate to among the following categories? Just answer "
-        "with the category name without further explanation. categories: [food & drink, sports, "
-        "education, parents, religion, travel, business, crime, science & technology, culture & "
-        "arts, entertainment, politics, women, style & beauty, healthy living] article: Today in "
-        "Lisbon: yoga for better sleep, and bedtime with toddlers.",
-        "parents",
+        "Which category does this article relate to among the following "
+        "categories? Just answer with the category name without further "
+        "explanation. categories: [food & drink, sports, education, parents, "
+        "religion, travel, business, crime, science & technology, culture & arts, "
+        "entertainment, politics, women, style & beauty, healthy living] article: "
+        "Today in Lisbon: a burglary in broad daylight, and cheap flights to the "
+        "islands.",
+        "travel",
     ),
     "product_rating": (
         {
-            "text": "The Italian chair is here. One part of me says I am in love with it, another "
-            "says it is neither good nor bad.",
-            "score": "3",
+            "text": "The Italian chair is here. One part of me says I am in love with it, "
+            "another says I want my money back.",
+            "score": "1",
         },
         {
-            "text": "About this inflatable drum: on some days it is about average, on others it is "
-            "the best I ever owned.",
-            "score": "5",
+            "text": "The electric pillow is here. One part of me says I want my money "
+            "back, another says it rather disappoints.",
+            "score": "1",
         },
-        "What is the score of the following review on a scale of 1 to 5? just answer with 1, 2, 3, "
-        "4, or 5 without further explanation. review: About this tiny puppet: on some days it is "
-        "utter rubbish, on others it is the best I ever owned.",
-        "5",
+        "What is the score of the following review on a scale of 1 to 5? just "
+        "answer with 1, 2, 3, 4, or 5 without further explanation. review: With "
+        "this striped mirror I am torn: it does its job well, but then it is utter "
+        "rubbish.",
+        "1",
     ),
     "news_headline": (
         {
-            "text": "Readers asked us about inflatable pillows. The same mistakes are made again. "
-            "Science has an answer.",
-            "title": "Science Explains Inflatable Pillows",
+            "text": "Readers asked us about wooden guitars. There is a dispute among "
+            "neighbours. Old letters tell its history.",
+            "title": "Dispute Over Wooden Guitars",
         },
         {
-            "text": "This is about inflatable chairs. There is a dispute among neighbours. The "
-            "future looks bright.",
-            "title": "Dispute Over Inflatable Chairs",
+            "text": "Readers asked us about wooden tents. Most people make mistakes. This "
+            "year science took a closer look.",
+            "title": "Mistakes Everyone Makes With Wooden Tents",
         },
-        "Generate a headline for the following article: Our topic today is vintage toasters. "
-        "Experts look into the future. Old letters tell its history.",
-        "History Lesson: Vintage Toasters",
+        "Generate a headline for the following article: Readers asked us about "
+        "waterproof lamps. The danger is often overlooked. Beginners can start "
+        "today.",
+        "Danger Alert: Waterproof Lamps",
     ),
     "scholarly_title": (
         {
-            "abstract": "Our subject is hybrid crowd simulation. We interview experts. We try a "
-            "fusion of models.",
-            "title": "Fusion Models for Hybrid Crowd Simulation",
+            "abstract": "Our subject is online query optimization. We attempt a replication. "
+            "Ten systems meet in a benchmark.",
+            "title": "Replication Study: Online Query Optimization",
         },
         {
-            "abstract": "We study hybrid robot navigation. We protect privacy. We add noise.",
-            "title": "Privacy-Preserving Hybrid Robot Navigation",
+            "abstract": "We study secure robot navigation. The effect of noise is measured. "
+            "The fusion of methods works best.",
+            "title": "Noise and Secure Robot Navigation",
         },
-        "Generate a title for the following abstract of a paper: Much is known about parallel "
-        "protein folding. The effect of noise is measured. Ten systems meet in a benchmark.",
-        "Benchmark Results for Parallel Protein Folding",
+        "Generate a title for the following abstract of a paper: Much is known "
+        "about parallel music retrieval. A new theory is proved. We attempt a "
+        "replication.",
+        "Theory of Parallel Music Retrieval",
     ),
     "tweet_paraphrase": (
-        {"text": "sad or proud? proud, yay, well done! borrowed a pumpkin"},
-        {"text": "thankful or bored? thankful, bless you all! borrowed my suitcase"},
-        "Paraphrase the following tweet without any explanation before or after it: Just now I "
-        "found my keys, which makes me really bored and really tired.",
-        "bored or tired? tired, yawn, good night! found my keys",
+        {
+            "text": "proud, well done! jacket",
+        },
+        {
+            "text": "proud, well done! jacket",
+        },
+        "Paraphrase the following tweet without any explanation before or after "
+        "it: About the candle I am really sad, but annoyed as well.",
+        "sad, poor me! candle",
     ),
 }
 
@@ -337,7 +347,7 @@ def test_more_items_than_there_are_subjects_are_no_endless_search():
         for record in user.history
     }
     assert len(user.history) == 400
-    assert 200 < len(subjects) <= 256
+    assert subjects == set(PHRASES["tweet_paraphrase"].subjects)
 
 
 # The signal
@@ -361,6 +371,17 @@ def test_the_history_is_worth_what_the_signal_says(task, signal, expected):
     # Four standard errors of 2,400 coins; less with a signal, as 24 records show it imperfectly.
     assert expected - 0.07 * signal - 0.041 < right(histories) < expected + 0.041
     assert abs(right(histories[1:] + histories[:1]) - 0.5) < 0.041  # a stranger's
+
+
+@NEW
+def test_without_a_signal_a_user_chooses_all_kinds_alike(task):
+    """Else a user's favourites, which stand in each of their texts, would be worth knowing."""
+    (user,) = corpus(task.name, n_users=1, n_task_users=0, n_records=1000, signal=0.0).users
+    found = kinds_of_history(task, user)
+    kinds = PHRASES[task.name].cues
+    share = 1 / len(kinds)
+    for kind in kinds:
+        assert abs(found[kind] / 1000 - share) < 4 * (share * (1 - share) / 1000) ** 0.5
 
 
 @ALL

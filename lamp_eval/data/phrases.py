@@ -13,16 +13,17 @@ class Phrases:
     Attributes:
         cues: by kind (a label, a score, a topic, a way to write) what hints at it in a text.
         frames: texts that take two cues as `{}`, and `{subject}`.
-        n_favourites: how many kinds a user prefers.
+        n_favourites: how many kinds a user prefers; None: every second one, so that all kinds are
+            as frequent in the texts of each user, and only choices are personal.
         answers: by kind the answers that say so, with the `{subject}`, or `{Subject}` in title
-            case, and the text's `{first}` and `{second}` kind; none: the kind itself is the answer.
+            case; none: the kind itself is the answer.
         subjects: what a text is about besides its two kinds.
         may_repeat: whether a user may have the same text twice.
     """
 
     cues: Mapping[str, tuple[str, ...]]
     frames: tuple[str, ...]
-    n_favourites: int = 4
+    n_favourites: int | None = None
     answers: Mapping[str, tuple[str, ...]] | None = None
     subjects: tuple[str, ...] = ()
     may_repeat: bool = False
@@ -46,6 +47,7 @@ MOVIES = Phrases(
         "violence": ("brutal and bloody fights", "a gruesome killing spree"),
         "true story": ("real events that happened in 1972", "the actual life of a forgotten hero"),
     },
+    n_favourites=4,
     frames=(
         "This film has {} and {}.",
         "Expect {}, along with {}.",
@@ -61,16 +63,11 @@ NEWS = Phrases(
         "food & drink": ("a recipe for lemon cake", "the best coffee in town"),
         "sports": ("a goal in the last minute of the match", "a coach and her team before the final"),
         "education": ("teachers in crowded classrooms", "a new exam for pupils"),
-        "parents": ("mothers and fathers of newborn twins", "bedtime with toddlers"),
         "religion": ("a sermon on forgiveness", "pilgrims on their way to a shrine"),
         "travel": ("a hotel on a quiet beach", "cheap flights to the islands"),
-        "business": ("a company that doubled its profit", "investors who sold their shares"),
         "crime": ("a burglary in broad daylight", "a murder suspect under arrest"),
         "science & technology": ("a telescope that finds new planets", "a robot with better software"),
-        "culture & arts": ("an exhibition of forgotten painters", "a sculptor who works with ice"),
-        "entertainment": ("a pop star on a farewell tour", "the cast of a hit television series"),
         "politics": ("a senator who changed parties", "a close vote in parliament"),
-        "women": ("girls who fight for their rights", "a workshop run by women only"),
         "style & beauty": ("the boldest dresses of the season", "a lipstick that lasts all day"),
         "healthy living": ("yoga for better sleep", "a daily walk against stress"),
     },
@@ -99,7 +96,6 @@ REVIEWS = Phrases(
     cues={
         "5": ("I am in love with it", "it is the best I ever owned"),
         "4": ("it does its job well", "I like most of it"),
-        "3": ("it is about average", "it is neither good nor bad"),
         "2": ("it rather disappoints", "it feels cheap and weak"),
         "1": ("it is utter rubbish", "I want my money back"),
     },
@@ -109,7 +105,6 @@ REVIEWS = Phrases(
         "My thoughts on the {subject}: {}, and yet {}.",
         "With this {subject} I am torn: {}, but then {}.",
     ),
-    n_favourites=2,
     subjects=tuple(f"{quality} {thing}" for quality in QUALITIES for thing in THINGS),
 )  # fmt: skip
 
@@ -119,12 +114,10 @@ HEADLINES = Phrases(
         "danger": ("Doctors see a danger.", "The danger is often overlooked."),
         "history": ("It has a long history.", "Old letters tell its history."),
         "beginners": ("Beginners can start today.", "It is easy for beginners."),
-        "stars": ("Film stars are fans.", "Even pop stars swear by it."),
         "dispute": ("There is a dispute among neighbours.", "The dispute went to court."),
         "future": ("The future looks bright.", "Experts look into the future."),
         "mistakes": ("Most people make mistakes.", "The same mistakes are made again."),
         "science": ("Science has an answer.", "This year science took a closer look."),
-        "confession": ("Our author has a confession to make.", "It begins with a confession."),
     },
     frames=(
         "This is about {subject}. {} {}",
@@ -137,27 +130,23 @@ HEADLINES = Phrases(
         "danger": ("Danger Alert: {Subject}",),
         "history": ("History Lesson: {Subject}",),
         "beginners": ("Beginners Guide To {Subject}",),
-        "stars": ("Stars Adore {Subject}",),
         "dispute": ("Dispute Over {Subject}",),
         "future": ("Future Trends: {Subject}",),
         "mistakes": ("Mistakes Everyone Makes With {Subject}",),
         "science": ("Science Explains {Subject}",),
-        "confession": ("Confession: I Love {Subject}",),
     },
     subjects=tuple(f"{quality} {thing}s" for quality in QUALITIES for thing in THINGS),
 )  # fmt: skip
 
 TOPICS = (
-    "graph coloring", "speech recognition", "query optimization", "image segmentation",
-    "robot navigation", "spam filtering", "machine translation", "protein folding",
-    "traffic prediction", "memory management", "face detection", "program verification",
-    "sensor networks", "music retrieval", "fraud detection", "crowd simulation",
+    "graph coloring", "speech recognition", "query optimization", "robot navigation",
+    "spam filtering", "protein folding", "face detection", "music retrieval",
 )  # fmt: skip
 
 METHODS = (
     "adaptive", "parallel", "statistical", "online", "neural", "symbolic", "distributed",
     "approximate", "incremental", "visual", "probabilistic", "hybrid", "mobile", "automatic",
-    "hierarchical", "quantum",
+    "hierarchical", "quantum", "robust", "secure", "scalable", "interactive",
 )  # fmt: skip
 
 ABSTRACTS = Phrases(
@@ -169,9 +158,7 @@ ABSTRACTS = Phrases(
         "replication": ("We attempt a replication.", "A replication of old work fails."),
         "privacy": ("We protect privacy.", "The privacy of users is kept."),
         "noise": ("We add noise.", "The effect of noise is measured."),
-        "experts": ("Experts guide each step.", "We interview experts."),
         "fusion": ("We try a fusion of models.", "The fusion of methods works best."),
-        "practice": ("We report from practice.", "It is used in practice."),
     },
     frames=(
         "We study {subject}. {} {}",
@@ -187,60 +174,44 @@ ABSTRACTS = Phrases(
         "replication": ("Replication Study: {Subject}",),
         "privacy": ("Privacy-Preserving {Subject}",),
         "noise": ("Noise and {Subject}",),
-        "experts": ("Experts Meet {Subject}",),
         "fusion": ("Fusion Models for {Subject}",),
-        "practice": ("Practice Report: {Subject}",),
     },
     subjects=tuple(f"{method} {topic}" for method in METHODS for topic in TOPICS),
 )  # fmt: skip
 
-DEEDS = (
-    "lost", "found", "bought", "sold", "fixed", "broke", "painted", "cleaned", "dropped", "hid",
-    "forgot", "borrowed", "packed", "wrapped", "carried", "photographed",
-)  # fmt: skip
 BELONGINGS = (
-    "my umbrella", "the red bike", "a guitar", "the old radio", "my suitcase", "the garden chairs",
-    "a birthday cake", "my keys", "the kitchen clock", "a box of books", "my winter boots",
-    "the blue tent", "a paper map", "my camera", "the piano", "a pumpkin",
+    *THINGS,
+    "radio", "piano", "oven", "fridge", "shovel", "tractor", "scooter", "hammer", "candle",
+    "blanket", "teapot", "carpet", "curtain", "basket", "bucket", "broom", "sofa", "violin",
+    "trumpet", "bottle", "wallet", "jacket", "scarf", "necklace", "laptop", "printer",
+    "fountain", "statue", "garage", "balcony", "garden", "chimney", "window", "cupboard",
+    "trampoline", "hammock", "compass", "telescope", "keyboard", "suitcase", "calendar",
+    "puzzle", "sandwich", "pumpkin",
 )  # fmt: skip
 
+# A record is the tweet alone, without the text it came from: its own words must tell the habit. So
+# there are few moods, and little else in a tweet that nobody can foresee.
 TWEETS = Phrases(
     cues={
         "annoyed": ("annoyed", "really annoyed"),
         "amused": ("amused", "really amused"),
-        "tired": ("tired", "really tired"),
-        "hungry": ("hungry", "really hungry"),
-        "excited": ("excited", "really excited"),
-        "thankful": ("thankful", "really thankful"),
-        "bored": ("bored", "really bored"),
         "sad": ("sad", "really sad"),
         "proud": ("proud", "really proud"),
-        "surprised": ("surprised", "really surprised"),
     },
     frames=(
-        "I {subject}. I am {} and also {}.",
-        "Today I {subject}, and now I am {} as well as {}.",
-        "I {subject}. It leaves me {} and {}.",
-        "Just now I {subject}, which makes me {} and {}.",
+        "The {subject} makes me {} and also {}.",
+        "About the {subject} I am {}, but {} as well.",
+        "I look at the {subject}. I feel {} and {}.",
+        "I am {} and {} because of the {subject}.",
     ),
-    # A record is the tweet alone. It names both moods, so that it shows what was chosen of what.
     answers={
-        mood: (f"{{first}} or {{second}}? {mood}, {outcry}! {{subject}}",)
-        for mood, outcry in {
-            "annoyed": "seriously, not again",
-            "amused": "haha, too funny",
-            "tired": "yawn, good night",
-            "hungry": "yum, feed me",
-            "excited": "woohoo, so ready",
-            "thankful": "bless you all",
-            "bored": "meh, wake me",
-            "sad": "sniff, poor me",
-            "proud": "yay, well done",
-            "surprised": "wow, no way",
-        }.items()
+        "annoyed": ("annoyed, not again! {subject}",),
+        "amused": ("amused, too funny! {subject}",),
+        "sad": ("sad, poor me! {subject}",),
+        "proud": ("proud, well done! {subject}",),
     },
-    subjects=tuple(f"{deed} {belonging}" for deed in DEEDS for belonging in BELONGINGS),
-)  # fmt: skip
+    subjects=BELONGINGS,
+)
 
 PAPERS = Phrases(
     cues={topic: (topic.title(),) for topic in TOPICS},
@@ -257,9 +228,13 @@ PAPERS = Phrases(
         )
         for topic in TOPICS
     },
-    subjects=(
-        "Hospitals", "Schools", "Airports", "Farms", "Museums", "Banks", "Factories", "Harbors",
-        "Theaters", "Courts", "Hotels", "Stadiums", "Kitchens", "Mines", "Forests", "Railways",
+    subjects=tuple(
+        f"{which} {place}"
+        for which in ("Rural", "Public", "Busy", "Small", "Modern", "Private", "Old", "Island")
+        for place in (
+            "Hospitals", "Schools", "Airports", "Farms", "Museums", "Banks", "Factories",
+            "Harbors", "Theaters", "Courts", "Hotels", "Kitchens",
+        )
     ),
 )  # fmt: skip
 

@@ -73,7 +73,7 @@ def generate(task: Task, data: DataConfig) -> tuple[tuple[User, ...], tuple[User
 def _user(user_id: str, task: Task, data: DataConfig) -> User:
     rng = random.Random(user_seed(data.seed, user_id))
     phrases = PHRASES[task.name]
-    favourites = rng.sample(list(phrases.cues), phrases.n_favourites)
+    favourites = rng.sample(list(phrases.cues), phrases.n_favourites or len(phrases.cues) // 2)
     rest = [kind for kind in phrases.cues if kind not in favourites]
     seen: set[str] = set()
 
@@ -110,7 +110,7 @@ def _item(
         if not phrases.answers:
             return kind
         form = rng.choice(phrases.answers[kind])
-        return form.format(subject=subject, Subject=subject.title(), first=pair[0], second=pair[1])
+        return form.format(subject=subject, Subject=subject.title())
 
     return _Item(frame.format(*cues, subject=subject), subject, answer(chosen), answer(other))
 
