@@ -180,19 +180,16 @@ FIRST_AND_LAST = {
     ),
     "product_rating": (
         {
-            "text": "The Italian chair is here. One part of me says I am in love with it, "
-            "another says I want my money back.",
+            "text": "The Italian chair: at times it is excellent, at times it is truly awful.",
             "score": "1",
         },
         {
-            "text": "The electric pillow is here. One part of me says I want my money "
-            "back, another says it rather disappoints.",
+            "text": "The electric pillow: at times it is truly awful, at times it is poor.",
             "score": "1",
         },
         "What is the score of the following review on a scale of 1 to 5? just "
         "answer with 1, 2, 3, 4, or 5 without further explanation. review: With "
-        "this striped mirror I am torn: it does its job well, but then it is utter "
-        "rubbish.",
+        "this striped mirror I am torn: it is good, but then it is terrible.",
         "1",
     ),
     "news_headline": (

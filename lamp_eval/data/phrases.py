@@ -94,15 +94,15 @@ THINGS = (
 
 REVIEWS = Phrases(
     cues={
-        "5": ("I am in love with it", "it is the best I ever owned"),
-        "4": ("it does its job well", "I like most of it"),
-        "2": ("it rather disappoints", "it feels cheap and weak"),
-        "1": ("it is utter rubbish", "I want my money back"),
+        "5": ("it is excellent", "it is simply perfect"),
+        "4": ("it is good", "it is quite nice"),
+        "2": ("it is poor", "it is rather weak"),
+        "1": ("it is terrible", "it is truly awful"),
     },
     frames=(
-        "About this {subject}: on some days {}, on others {}.",
-        "The {subject} is here. One part of me says {}, another says {}.",
-        "My thoughts on the {subject}: {}, and yet {}.",
+        "About the {subject}: {}, and yet {}.",
+        "The {subject}: at times {}, at times {}.",
+        "My {subject}: on some days {}, on others {}.",
         "With this {subject} I am torn: {}, but then {}.",
     ),
     subjects=tuple(f"{quality} {thing}" for quality in QUALITIES for thing in THINGS),

@@ -6,6 +6,10 @@ chooses the favourite with probability (1 + signal) / 2. With signal 0 the choic
 nothing personal can be learned. Nobody can know a stranger's favourites, so without the user's
 history no model is right about the kind more often than half the time. That makes the sample a
 positive and a negative control for everything downstream.
+
+How much of it a model learns is another matter. Records of citation identification name a paper and
+queries an option, and a tweet's record lacks the text it paraphrases: there a history helps only a
+model that carries a habit over from one form to the other.
 """
 
 from __future__ import annotations
