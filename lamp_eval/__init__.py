@@ -23,6 +23,8 @@ from lamp_eval.records import Query, Record, Request, User
 from lamp_eval.tasks import TASKS, Task
 
 if TYPE_CHECKING:  # what these import takes seconds, and is imported where it is needed
+    import evaluate
+
     from lamp_eval.data import Corpus
     from lamp_eval.metrics import Scores
     from lamp_eval.statistics import Comparison
@@ -39,6 +41,7 @@ __all__ = [
     "UserError",
     "build_requests",
     "compare_scores",
+    "evaluate_metric",
     "load_data",
     "read_leaderboard",
     "rebuild_leaderboard",
@@ -166,6 +169,36 @@ def score_arm(
 
     score_outputs(task, outputs, golds)  # checks them
     return arm_metrics(_task(task), outputs, golds)
+
+
+def evaluate_metric(
+    task: str | Task, rules: str = "official", cache_dir: str | None = None
+) -> evaluate.Metric:
+    """A task's metrics as an `evaluate.Metric`, which needs no network.
+
+    Args:
+        task: the task, or its name.
+        rules: `official` or `protocol`.
+        cache_dir: where `evaluate` makes its empty folders; None: in the user's home.
+
+    Returns:
+        Its `compute(predictions=outputs, references=golds)` gives what `score_arm` gives by these
+        rules; it combines with other metrics.
+
+    Raises:
+        UserError: there is no such task or set of rules.
+    """
+    from lamp_eval.metrics import RULES
+    from lamp_eval.metrics import evaluate_metric as build
+
+    if rules not in RULES:
+        raise UserError(
+            expected=f"one of {', '.join(RULES)}",
+            found=repr(rules),
+            where="evaluate_metric, argument rules",
+            fix="choose one of these",
+        )
+    return build(_task(task), rules, cache_dir)
 
 
 def compare_scores(

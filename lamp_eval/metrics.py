@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from statistics import fmean
@@ -119,27 +118,23 @@ def arm_metrics(
             where=f"the predictions of an arm on {task.name}",
             fix="run the arm before scoring it",
         )
-    with tempfile.TemporaryDirectory() as cache_dir:
-        return {
-            name: evaluate_metric(task, name, cache_dir).compute(
-                predictions=outputs, references=golds
-            )
-            for name in rules
-        }
+    # Not by way of `evaluate`, whose import takes longer than all of this.
+    return {name: _metrics(task, name, outputs, golds) for name in rules}
 
 
-def evaluate_metric(task: Task, rules: str, cache_dir: str) -> evaluate.Metric:
+def evaluate_metric(task: Task, rules: str, cache_dir: str | None = None) -> evaluate.Metric:
     """Builds the `evaluate.Metric` of a task; nothing is fetched from the hub.
 
-    Its `compute(predictions=…, references=…)` takes outputs and golds as the strings they are.
+    Its `compute(predictions=…, references=…)` takes outputs and golds as the strings they are, and
+    gives what `arm_metrics` gives.
 
     Args:
         task: the task.
         rules: one of `RULES`.
-        cache_dir: a writable folder. `evaluate` makes empty folders in it and by default would in
-            the user's home; the data themselves stay in memory.
+        cache_dir: a writable folder. `evaluate` makes empty folders in it, or in the user's home
+            if there is none; the data themselves stay in memory.
     """
-    # Here, not above: `evaluate` imports transformers and torch, which takes seconds.
+    # Here, not above: it imports transformers and torch.
     import datasets
     import evaluate
 

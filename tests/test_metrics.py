@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lamp_eval.errors import UserError
-from lamp_eval.metrics import arm_metrics, score_output
+from lamp_eval.metrics import RULES, arm_metrics, evaluate_metric, score_output
 from lamp_eval.tasks import TASKS, Task
 
 MOVIES, RATINGS = TASKS["movie_tagging"], TASKS["product_rating"]
@@ -281,12 +281,17 @@ def test_an_arm_without_predictions_is_an_error() -> None:
 def test_metrics_need_no_network_no_home_and_leave_no_files(tmp_path: Path) -> None:
     script = (
         "import sys\n"
-        "from lamp_eval.metrics import arm_metrics\n"
+        "from lamp_eval.metrics import arm_metrics, evaluate_metric\n"
         "assert not {'torch', 'transformers', 'mlx'} & set(sys.modules), 'heavy import'\n"
         "from lamp_eval.tasks import TASKS\n"
-        "for _ in range(20):\n"
-        "    assert arm_metrics(TASKS['product_rating'], ['4'], ['4'])['official']['mae'] == 0\n"
-        "    assert arm_metrics(TASKS['news_headline'], ['4'], ['4'])['protocol']['rouge1'] == 1\n"
+        "assert arm_metrics(TASKS['product_rating'], ['4'], ['4'])['official']['mae'] == 0\n"
+        "assert arm_metrics(TASKS['news_headline'], ['4'], ['4'])['protocol']['rouge1'] == 1\n"
+        "assert 'evaluate' not in sys.modules, 'seconds of imports'\n"
+        "import tempfile\n"
+        "with tempfile.TemporaryDirectory() as folder:\n"
+        "    metric = evaluate_metric(TASKS['news_headline'], 'official', folder)\n"
+        "    for _ in range(20):\n"
+        "        assert metric.compute(predictions=['a'], references=['a'])['rouge1'] == 1\n"
     )
     work, temporary = tmp_path / "work", tmp_path / "tmp"
     work.mkdir()
@@ -334,3 +339,24 @@ def test_published_movie_predictions_get_their_published_scores(
     assert scored == {query_id: published[query_id] for query_id in scored}
     # A query without a known gold is one that no arm got right.
     assert sum(score or 0 for score in scored.values()) == sum(published.values()) == n_right
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize(
+    ("task", "outputs", "golds"),
+    [
+        ("movie_tagging", ["comedy", "a comedy", "none"], ["comedy", "action", "comedy"]),
+        ("product_rating", ["4", "4 stars", "?"], ["5", "4", "1"]),
+        ("news_headline", ["A bridge", "", "Rivers run"], ["The bridge", "A", "River runs"]),
+    ],
+)
+def test_metrics_as_evaluate_has_them(task, outputs, golds, rules, tmp_path) -> None:
+    import evaluate
+
+    metric = evaluate_metric(TASKS[task], rules, str(tmp_path))
+    assert isinstance(metric, evaluate.Metric)
+    expected = arm_metrics(TASKS[task], outputs, golds)[rules]
+    assert metric.compute(predictions=outputs, references=golds) == expected
+    metric.add_batch(predictions=outputs[:2], references=golds[:2])
+    metric.add(prediction=outputs[2], reference=golds[2])
+    assert metric.compute() == expected
