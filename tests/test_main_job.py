@@ -235,20 +235,6 @@ def test_data_report_shows_the_data_and_runs_nothing(tmp_path: Path) -> None:
 # Repetition
 
 
-@pytest.mark.parametrize("task", ["product_rating"])  # all others: test_suites.py
-def test_other_kinds_of_tasks_run_on_the_sample(runs: Runs, tmp_path: Path, task: str) -> None:
-    options = runs.options(
-        tmp_path, experiment=f"{task}_per_user", arms="[task,user]", data__n_users=2
-    )
-    done = _launch(options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (run_file,) = tmp_path.glob(f"{task}_per_user/*/run.json")
-    assert (_record(run_file.parent).synthetic, _record(run_file.parent).n_queries) == (True, 6)
-    measured = {row["metric"] for row in _rows(run_file.parent / "leaderboard.csv")}
-    assert measured == set(TASKS[task].metrics)
-    assert len(_predictions(run_file.parent, "user")) == 6
-
-
 def test_second_identical_run_reuses_all(runs: Runs) -> None:
     before = {p: p.stat().st_mtime_ns for p in (runs.output_dir / "stages").glob("*/*/*")}
     done = _launch(runs.options())
@@ -496,6 +482,7 @@ def test_user_without_history_is_served_by_the_task_arm(runs: Runs, tmp_path: Pa
     assert served["cross_user", "u1"] == "u22"
 
 
+@pytest.mark.slow
 def test_users_in_another_order_get_the_same_predictions(runs: Runs, tmp_path: Path) -> None:
     """Stage 1 trains on the evaluated users here, so their order must not matter there either."""
     users = [_user(user_id, 3) for user_id in ("u1", "u22", "u333")]

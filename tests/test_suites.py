@@ -83,6 +83,7 @@ def headlines(root: Path, split: str, n_users: int) -> None:
     (folder / f"{split}_outputs.json").write_text(json.dumps({"task": "LaMP_4", "golds": golds}))
 
 
+@pytest.mark.slow
 def test_a_benchmark_run_on_the_benchmarks_own_files(model, tmp_path):
     headlines(tmp_path / "lamp", "train", 4)
     headlines(tmp_path / "lamp", "dev", 3)
