@@ -16,7 +16,7 @@ from typing import Any
 
 from lamp_eval.config import ProtocolConfig
 from lamp_eval.errors import UserError
-from lamp_eval.prompts.fit import Fitted, fit
+from lamp_eval.prompts.fit import Prompt, encode, fit
 from lamp_eval.records import Example, Query, Record, Request, User
 from lamp_eval.retrieval import OKAPI, Embed, History
 from lamp_eval.seeds import user_seed
@@ -99,6 +99,11 @@ class ChatEncoder:
         marks = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         return int(rest[0] if rest and rest[0] in marks else self.tokenizer.eos_token_id)
 
+    @cached_property
+    def _answer_ids(self) -> dict[str, list[int]]:
+        """Of the answers so far: labels come again and again."""
+        return {}
+
     def answer_text(self, tokens: Sequence[int]) -> str:
         """The answer that generated tokens stand for, without a block of thinking."""
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -121,15 +126,20 @@ class ChatEncoder:
         texts = [record.fields.get(self.task.text_field, "") for record in user.history]
         texts = [text.strip() if prompts.strips else text for text in texts]
         history = self._history(user, [before + text + after for text in texts])
-        examples = []
+        answers, chosen = [], []
         for i, (text, n_earlier) in enumerate(zip(texts, _n_earlier(user.history), strict=True)):
             answer = user.history[i].fields.get(gold, "")
             if not text.strip() or not answer.strip():
                 continue
+            answers.append(self._ids_of_answer(answer))
             retrieved = history.retrieve(before + text + after, k, before=n_earlier)
+            room = self.protocol.max_tokens - len(answers[-1])
             where = f"user {user.id!r}, record {i}"
-            examples.append(self._example(user, retrieved, (before, text, after), answer, where))
-        return examples
+            chosen.append(self._prompt(user, retrieved, (before, text, after), room, where))
+        return [
+            Example((*prompt.ids, *answer), len(prompt.ids))
+            for prompt, answer in zip(fit(chosen, self._encode), answers, strict=True)
+        ]
 
     def task_examples(self, user: User, k: int) -> list[Example]:
         """The task adapter's examples: of the records of its users, as the paper has it."""
@@ -142,12 +152,14 @@ class ChatEncoder:
             UserError: an instruction that is too long, or a template that fails.
         """
         room = self.protocol.max_tokens - self.max_new_tokens
-        requests = []
-        for query, parts, retrieved in self._queries(user, k):
-            found = self._fit(user, retrieved, parts, room, f"user {user.id!r}, query {query.id!r}")
-            ids, n_cut = tuple(found.ids), found.n_cut_words
-            requests.append(Request(user.id, query.id, ids, query.gold, n_cut, query.input))
-        return requests
+        prompts = [
+            self._prompt(user, retrieved, parts, room, f"user {user.id!r}, query {query.id!r}")
+            for query, parts, retrieved in self._queries(user, k)
+        ]
+        return [
+            Request(user.id, query.id, tuple(ids), query.gold, n_cut, query.input)
+            for query, (_, ids, n_cut) in zip(user.queries, fit(prompts, self._encode), strict=True)
+        ]
 
     def _queries(
         self, user: User, k: int
@@ -190,39 +202,30 @@ class ChatEncoder:
             ids.pop()
         return Example((*ids, self.tokenizer.eos_token_id), 1)
 
-    def _example(
-        self,
-        user: User,
-        retrieved: Sequence[int],
-        parts: tuple[str, str, str],
-        answer: str,
-        where: str,
-    ) -> Example:
-        answer_ids = [*self._ids(answer), self.eos_token_id]
-        room = self.protocol.max_tokens - len(answer_ids)
-        prompt = self._fit(user, retrieved, parts, room, where).ids
-        return Example((*prompt, *answer_ids), len(prompt))
+    def _ids_of_answer(self, answer: str) -> list[int]:
+        if answer not in self._answer_ids:
+            self._answer_ids[answer] = [*self._ids(answer), self.eos_token_id]
+        return self._answer_ids[answer]
 
-    def _fit(
+    def _prompt(
         self,
         user: User,
         retrieved: Sequence[int],
         parts: tuple[str, str, str],
         max_tokens: int,
         where: str,
-    ) -> Fitted:
-        """The prompt in at most `max_tokens` tokens, and what is left of its parts."""
+    ) -> Prompt:
         before, text, after = parts
         profile = self.profiles.get(user.id)
 
-        def ids_of(documents: str, text: str) -> list[int]:
+        def render(documents: str, text: str) -> str:
             system = [profile] if profile else []
             system += [PREAMBLE + documents] if documents else []
             messages = [_message("system", "\n\n".join(system))] if system else []
-            return self._ids(self._render([*messages, _message("user", before + text + after)]))
+            return self._render([*messages, _message("user", before + text + after)])
 
         documents = "\n".join(self._shown(user.history[i]) for i in retrieved)
-        return fit(ids_of, documents, text, max_tokens=max_tokens, where=where)
+        return Prompt(render, documents, text, max_tokens, where)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         import jinja2
@@ -246,8 +249,10 @@ class ChatEncoder:
             ) from error
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return self._encode([text])[0]
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return encode(self.tokenizer, texts)
 
 
 def _message(role: str, content: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from lamp_eval.config import ProtocolConfig
 from lamp_eval.errors import UserError, raise_if_any
-from lamp_eval.prompts.fit import Fitted, fit
+from lamp_eval.prompts.fit import Prompt, encode, fit
 from lamp_eval.records import Example, Query, Record, Request, User
 from lamp_eval.retrieval import Embed, History
 from lamp_eval.seeds import user_seed
@@ -76,20 +76,24 @@ class OppuEncoder:
         records = [_first_words(record, words) for record in user.history]
         searches = [oppu.retrieval_query_train.format(**fields) for fields in records]
         history, documents = self._history(user, records, searches)
-        return [
-            self._example(
-                user,
-                _shown(history.retrieve(searches[i], k, before=i), documents),
-                lambda text, fields=fields: oppu.record_prompt.format(  # type: ignore[misc]
-                    **{**fields, self.task.text_field: text}
-                ),
-                fields[self.task.text_field],
-                fields[self.task.gold_field],
-                f"user {user.id!r}, record {i}",
+        answers, prompts = [], []
+        for i, fields in enumerate(records):
+            if not fields[self.task.gold_field]:
+                continue
+            answers.append(fields[self.task.gold_field])
+            prompts.append(
+                self._prompt(
+                    user,
+                    _shown(history.retrieve(searches[i], k, before=i), documents),
+                    lambda text, fields=fields: oppu.record_prompt.format(  # type: ignore[misc]
+                        **{**fields, self.task.text_field: text}
+                    ),
+                    fields[self.task.text_field],
+                    self._room(answers[-1]),
+                    f"user {user.id!r}, record {i}",
+                )
             )
-            for i, fields in enumerate(records)
-            if fields[self.task.gold_field]
-        ]
+        return self._examples(prompts, answers)
 
     def task_examples(self, user: User, k: int) -> list[Example]:
         """The task adapter's examples: one per query, retrieving in the whole history.
@@ -100,17 +104,18 @@ class OppuEncoder:
         Raises:
             UserError: an instruction that is too long.
         """
-        return [
-            self._example(
+        prompts = [
+            self._prompt(
                 user,
                 retrieved,
                 self._query_prompt(options),
                 text if options else _cut(text, self.protocol.train_words),
-                query.gold,
+                self._room(query.gold),
                 f"user {user.id!r}, query {query.id!r}",
             )
             for query, text, options, retrieved in self._queries(user, k)
         ]
+        return self._examples(prompts, [query.gold for query in user.queries])
 
     def requests(self, user: User, k: int) -> list[Request]:
         """One request per query, retrieving in the whole history.
@@ -119,13 +124,21 @@ class OppuEncoder:
             UserError: an instruction that is too long.
         """
         room = self.protocol.max_tokens - self.max_new_tokens
-        requests = []
-        for query, text, options, retrieved in self._queries(user, k):
-            where = f"user {user.id!r}, query {query.id!r}"
-            _, found = self._fit(user, retrieved, self._query_prompt(options), text, room, where)
-            ids, n_cut = tuple(found.ids), found.n_cut_words
-            requests.append(Request(user.id, query.id, ids, query.gold, n_cut, query.input))
-        return requests
+        prompts = [
+            self._prompt(
+                user,
+                retrieved,
+                self._query_prompt(options),
+                text,
+                room,
+                f"user {user.id!r}, query {query.id!r}",
+            )
+            for query, text, options, retrieved in self._queries(user, k)
+        ]
+        return [
+            Request(user.id, query.id, tuple(ids), query.gold, n_cut, query.input)
+            for query, (_, ids, n_cut) in zip(user.queries, fit(prompts, self._encode), strict=True)
+        ]
 
     def _check_answers(self, user: User) -> None:
         gold = self.task.gold_field
@@ -171,27 +184,29 @@ class OppuEncoder:
         )
         return history, documents
 
-    def _example(
-        self,
-        user: User,
-        retrieved: Sequence[str],
-        prompt_of: Callable[[str], str],
-        text: str,
-        answer: str,
-        where: str,
-    ) -> Example:
+    def _ids_of_answer(self, answer: str) -> list[int]:
         if answer not in self._answer_ids:
-            self._answer_ids[answer] = self._ids(" " + answer, special=False)
-        answer_ids = self._answer_ids[answer]
-        room = self.protocol.max_tokens - len(answer_ids) - 1
-        prompt, found = self._fit(user, retrieved, prompt_of, text, room, where)
-        full_ids = self._ids(prompt + " " + answer)
-        if full_ids[: len(found.ids)] != found.ids:
-            # The tokenizer merges across the border: train on what generation will start from.
-            full_ids = found.ids + answer_ids
-        return Example((*full_ids, self.tokenizer.eos_token_id), len(found.ids))
+            self._answer_ids[answer] = encode(self.tokenizer, [" " + answer])[0]
+        return self._answer_ids[answer]
 
-    def _fit(
+    def _room(self, answer: str) -> int:
+        """What an answer and its EOS leave to the prompt, in tokens."""
+        return self.protocol.max_tokens - len(self._ids_of_answer(answer)) - 1
+
+    def _examples(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[Example]:
+        found = fit(prompts, self._encode)
+        wholes = self._encode(
+            [prompt.text + " " + answer for prompt, answer in zip(found, answers, strict=True)]
+        )
+        examples = []
+        for (_, ids, _), whole, answer in zip(found, wholes, answers, strict=True):
+            if whole[: len(ids)] != ids:
+                # The tokenizer merges across the border: train on what generation will start from.
+                whole = ids + self._ids_of_answer(answer)
+            examples.append(Example((*whole, self.eos_token_id), len(ids)))
+        return examples
+
+    def _prompt(
         self,
         user: User,
         retrieved: Sequence[str],
@@ -199,29 +214,22 @@ class OppuEncoder:
         text: str,
         max_tokens: int,
         where: str,
-    ) -> tuple[str, Fitted]:
-        """The prompt in at most `max_tokens` tokens, and what is left of its parts."""
+    ) -> Prompt:
         profile = self.profiles.get(user.id)
         about = profile + "\n" if profile else ""
 
-        def prompt(documents: str, text: str) -> str:
+        def render(documents: str, text: str) -> str:
             return about + (documents + "\n" if documents else "") + prompt_of(text)
 
-        found = fit(
-            lambda documents, text: self._ids(prompt(documents, text)),
-            "".join(retrieved),
-            text,
-            max_tokens=max_tokens,
-            where=where,
-        )
-        return prompt(found.documents, found.text), found
+        return Prompt(render, "".join(retrieved), text, max_tokens, where)
 
-    def _ids(self, text: str, *, special: bool = True) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special)
-        # Some tokenizers close with EOS; a prompt must not.
-        if special and ids and ids[-1] == self.tokenizer.eos_token_id:
-            ids.pop()
-        return ids
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        found = encode(self.tokenizer, texts, special=True)
+        for ids in found:
+            # Some tokenizers close with EOS; a prompt must not.
+            if ids and ids[-1] == self.tokenizer.eos_token_id:
+                ids.pop()
+        return found
 
 
 def _shown(positions: Sequence[int], documents: Sequence[str]) -> list[str]:
