@@ -15,6 +15,7 @@ from lamp_eval.errors import UserError, raise_if_any
 ARMS = ("base", "base_retrieval", "task", "task_retrieval", "user", "cross_user")
 PROTOCOLS = ("oppu", "oppu_released", "lamp_chat")
 RETRIEVAL = ("bm25", "dense", "recency", "random")
+BACKWARD_PATHS = ("packed", "packed_generic", "dequantize", "resident")
 
 
 @dataclass
@@ -138,6 +139,14 @@ class ExecutorConfig:
 
 
 @dataclass
+class DeviceConfig:
+    """How MLX computes, whatever it computes."""
+
+    # auto | packed | packed_generic | dequantize | resident: how frozen quantized layers multiply
+    backward: str = "auto"
+
+
+@dataclass
 class RunConfig:
     """Everything that determines a run."""
 
@@ -155,6 +164,7 @@ class RunConfig:
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    on_device: DeviceConfig = field(default_factory=DeviceConfig)
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
 
     def __post_init__(self) -> None:
@@ -245,6 +255,7 @@ def check(config: RunConfig) -> None:
     )
 
     one_of("model.dtype", config.model.dtype, ("float32", "bfloat16", "float16"))
+    one_of("on_device.backward", config.on_device.backward, ("auto", *BACKWARD_PATHS))
     one_of("executor.torch_device", config.executor.torch_device, ("auto", "cpu", "cuda", "mps"))
     at_least("executor.tokens_per_pass", config.executor.tokens_per_pass, 1)
 

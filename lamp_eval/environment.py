@@ -55,6 +55,11 @@ def mlx_device() -> str:
     return str(device_name())
 
 
+def mlx_dtype(dtype: str) -> str:
+    """What a base of this dtype computes in: float32 on a CPU, where MLX sums in the dtype."""
+    return "float32" if mlx_device().startswith("cpu") else dtype
+
+
 def git(*arguments: str) -> str | None:
     """Git's answer about the source tree; None where the package is not in one."""
     try:

@@ -190,7 +190,8 @@ class Pipeline:
         if self._loaded is None or self._loaded[0] != name:
             self._loaded = None  # frees the other base first
             recipe = self.plan.recipe if task_adapter else None
-            self._loaded = name, DeviceModel(self.plan.store.path(unit.stage, unit.key), recipe)
+            base_dir = self.plan.store.path(unit.stage, unit.key)
+            self._loaded = name, DeviceModel(base_dir, recipe, path=self.plan.backward.path)
         return self._loaded[1]
 
     # What comes out

@@ -20,9 +20,11 @@ from lamp_eval.arms import donors
 from lamp_eval.child import Child
 from lamp_eval.config import RunConfig, n_adapted_blocks
 from lamp_eval.data import Corpus
+from lamp_eval.doctor import Backward, choose_backward
 from lamp_eval.embeddings import Embedder
 from lamp_eval.errors import UserError, raise_if_any
 from lamp_eval.inputs import Inputs
+from lamp_eval.layers import quantized_layers
 from lamp_eval.prompts import make_encoder
 from lamp_eval.records import Example, User
 from lamp_eval.schedule import n_task_steps, n_user_steps
@@ -225,6 +227,13 @@ class Plan:
         return hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()
 
     @cached_property
+    def backward(self) -> Backward:
+        """How the quantized base is multiplied here; `UserError` if the chosen path is wrong."""
+        layers = quantized_layers(self.model.path, self.config.quantization)
+        dtype = environment.mlx_dtype(self.config.model.dtype)
+        return choose_backward(self.config.on_device.backward, layers, dtype)
+
+    @cached_property
     def user_units(self) -> dict[str, Unit]:
         """Stage 2 by user id: of the users with a history, if an arm needs their adapters."""
         if not self.inputs.needs_user_adapters:
@@ -235,6 +244,7 @@ class Plan:
             "base": key_hash(self.base_units[True].key),
             "recipe": asdict(self.recipe),
             "device": environment.mlx_device(),
+            "backward": self.backward.path,
             "tokens_per_pass": self.config.executor.tokens_per_pass,
         }
         return {
@@ -260,6 +270,7 @@ class Plan:
             "eos_token_id": self.encoder.eos_token_id,
             "tokens_per_pass": self.config.executor.tokens_per_pass,
             "device": environment.mlx_device(),
+            "backward": self.backward.path,
         }
         units = {}
         for name, chosen in self.arms.items():
@@ -298,6 +309,9 @@ class Plan:
         say(f"  data: {len(corpus.users)} {kind}, {n_records} records, {n_queries} queries")
         if self.base_units:
             say(f"  model: {config.model.name} ({self.model.origin}), {config.quantization.name}")
+            chosen = self.backward
+            say(f"  device: {environment.mlx_device()}, {chosen.dtype}, quantized layers "
+                f"{chosen.path} (on_device.backward={chosen.requested})")  # fmt: skip
         for name in self.methods:
             say(f"  {name}: {methods.described(name)}, called each time")
         if corpus.task_users_origin == "evaluated" and self.inputs.needs_training:

@@ -115,6 +115,7 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
         seeds={user.id: user_seed(config.seed, user.id) for user in corpus.users},
         methods={name: methods.described(name) for name in plan.methods},
         parity_error=pipeline.parity_errors(),
+        backward=asdict(plan.backward) if plan.base_units else {},
         failed_parses={
             name: {
                 rules: sum(p.scores[rules]["failed_parse"] == 1 for p in arm_predictions)

@@ -13,11 +13,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.tuner.utils import linear_to_lora_layers
-from mlx_lm.utils import dequantize_model, load_model
+from mlx_lm.utils import load_model
 
 from lamp_eval.config import UserAdapterConfig, n_adapted_blocks
 from lamp_eval.errors import UserError
 from on_device import cpu
+from on_device.backward import use_path
 
 WEIGHTS = "adapters.safetensors"  # the file names of mlx-lm's adapter format
 CONFIG = "adapter_config.json"
@@ -26,23 +27,26 @@ CONFIG = "adapter_config.json"
 class DeviceModel:
     """A base loaded once; user adapters are set, trained and taken off without reloading it.
 
-    On a GPU the layers stay packed. On the CPU, where MLX's quantized product is scalar and
-    accumulates in the activation's dtype, they are dequantized once to float32: the same 4-bit
-    values, multiplied densely.
+    On the CPU, where MLX's quantized product is scalar and accumulates in the activation's dtype,
+    it computes in float32.
 
     Args:
         base_dir: an MLX checkpoint.
         recipe: which blocks and projections carry LoRA, its rank and scale; None: no adapter.
+        path: how quantized layers are multiplied, one of `BACKWARD_PATHS`.
 
     Raises:
         UserError: the recipe does not fit the model, or the architecture is not supported.
     """
 
-    def __init__(self, base_dir: Path, recipe: UserAdapterConfig | None = None) -> None:
+    def __init__(
+        self, base_dir: Path, recipe: UserAdapterConfig | None = None, *, path: str = "resident"
+    ) -> None:
         self.model, _ = load_model(base_dir)
         if mx.default_device() == mx.cpu:
             self.model.set_dtype(mx.float32)
-            self.model = dequantize_model(self.model)
+        self.model = use_path(self.model, path)
+        if mx.default_device() == mx.cpu:
             cpu.speed_up(sys.modules[type(self.model).__module__])
         self.model.eval()
         self.model.freeze()

@@ -18,7 +18,7 @@ from tiny import make_tiny_model
 
 from lamp_eval.__main__ import main
 from lamp_eval.compare import pairs_of_files, report
-from lamp_eval.config import ARMS
+from lamp_eval.config import ARMS, BACKWARD_PATHS
 from lamp_eval.data.lamp import read_users
 from lamp_eval.metrics import RULES
 from lamp_eval.results import RunRecord
@@ -128,6 +128,9 @@ def test_run_record(runs: Runs) -> None:
     assert "adapter.user.epochs=1" in record.overrides
     assert set(record.parity_error) == {"base", "task base"}
     assert max(record.parity_error.values()) < 1e-4
+    assert record.backward["path"] in BACKWARD_PATHS
+    assert record.backward["requested"] == "auto"
+    assert record.backward["mistakes"] == {}
     assert not any(stage.reused for stage in record.stages)
     counts = {
         name: len(_reused(record, name))
