@@ -6,6 +6,7 @@ import difflib
 import errno
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -56,16 +57,21 @@ def _job(composed: DictConfig) -> None:
 
 
 def main() -> None:
-    """Runs the command line; exits with 2 after a user's mistake, 130 after Ctrl-C."""
+    """Runs the command line.
+
+    Exits with 2 after a user's mistake, 130 after Ctrl-C and 143 after SIGTERM, as schedulers send.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on; they are printed here
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     _quiet_libraries()
     try:
         _job()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         console.print("\nstopped. What is finished is kept: the same command continues from there.")
-        os._exit(130)  # without waiting for the threads of torch and MLX
+        # Without waiting for the threads of torch and MLX.
+        os._exit(143 if isinstance(interrupt, _Terminated) else 130)
     except (HydraException, OmegaConfBaseException) as error:
         fail(_composition_message(error))
     except OSError as error:
@@ -92,6 +98,14 @@ def main() -> None:
         )
     if _mistakes:
         fail("\n".join(dict.fromkeys(str(mistake) for mistake in _mistakes)))
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a run as Ctrl-C does."""
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise _Terminated
 
 
 def _show_suite(suite: str) -> None:

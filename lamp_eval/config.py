@@ -144,6 +144,7 @@ class DeviceConfig:
 
     # auto | packed | packed_generic | dequantize | resident: how frozen quantized layers multiply
     backward: str = "auto"
+    save_every: int = 25  # optimizer steps between two saves of an adapter in training
 
 
 @dataclass
@@ -256,6 +257,7 @@ def check(config: RunConfig) -> None:
 
     one_of("model.dtype", config.model.dtype, ("float32", "bfloat16", "float16"))
     one_of("on_device.backward", config.on_device.backward, ("auto", *BACKWARD_PATHS))
+    at_least("on_device.save_every", config.on_device.save_every, 1)
     one_of("executor.torch_device", config.executor.torch_device, ("auto", "cpu", "cuda", "mps"))
     at_least("executor.tokens_per_pass", config.executor.tokens_per_pass, 1)
 

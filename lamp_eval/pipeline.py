@@ -27,6 +27,9 @@ _NO_MEMORY = ("can't allocate memory", "out of memory", "[metal::malloc]", "Insu
 # How MLX and safetensors say that a disk or a quota is full, or a file too large.
 _NOT_WRITTEN = ("[write] Unable to write", "os error 28", "os error 122", "os error 27")
 
+# Beside a user adapter: a row for each optimizer step, and how its training ended.
+METRICS, TRAINING = "metrics.jsonl", "training.json"
+
 
 class Pipeline:
     """Carries out a plan.
@@ -43,6 +46,7 @@ class Pipeline:
         self._method_outputs: dict[str, dict[str, str]] = {}  # by arm and query id
         self._peak_with_child = 0  # bytes
         self._loaded: tuple[str, Any] | None = None
+        self._base_hash = ""  # of what is loaded
 
     def execute(self, progress: Progress) -> None:
         """Computes what is missing, in order; each unit is kept as soon as it is done."""
@@ -142,16 +146,24 @@ class Pipeline:
         from on_device.trainer import train_user_adapter
 
         model = self._device_model(True)
+        work_dir = self.plan.store.work_path(unit.stage, unit.key)
         with _step_bar(progress, "  step") as show_step:
-            train_user_adapter(
+            training = train_user_adapter(
                 model,
                 self.plan.inputs.user_examples(self.plan.users[unit.what]),
                 self.plan.recipe,
                 seed=unit.key["seed"],
                 tokens_per_pass=self.plan.config.executor.tokens_per_pass,
                 report=show_step,
+                state_path=work_dir / "state.safetensors",
+                save_every=self.plan.config.on_device.save_every,
             )
+        if model.base_hash() != self._base_hash:
+            raise RuntimeError(f"the base has changed while {unit.what!r} was trained")
         model.save_adapter(folder, self.plan.recipe)
+        rows = [json.dumps(row) + "\n" for row in training.rows]
+        (folder / METRICS).write_text("".join(rows))
+        (folder / TRAINING).write_text(json.dumps({"stopped": training.stopped}) + "\n")
 
     def _generate(self, unit: Unit, folder: Path, progress: Progress, bar: Any) -> None:
         from on_device.generate import generate
@@ -162,7 +174,8 @@ class Pipeline:
         owner = self.plan.adapter_owner(arm_name, user)
         if owner:
             owner_unit = self.plan.user_units[owner.id]
-            model.load_adapter(self.plan.store.path(owner_unit.stage, owner_unit.key))
+            adapter_dir = self.plan.store.path(owner_unit.stage, owner_unit.key)
+            model.load_adapter(adapter_dir, may_be_zero=self._stopped(owner_unit) is not None)
         elif chosen.task_adapter:
             model.reset_adapter(0)  # B = 0: exactly the task base
         prompts = [request.prompt for request in self.plan.inputs.requests(arm_name, user)]
@@ -191,7 +204,8 @@ class Pipeline:
             self._loaded = None  # frees the other base first
             recipe = self.plan.recipe if task_adapter else None
             base_dir = self.plan.store.path(unit.stage, unit.key)
-            self._loaded = name, DeviceModel(base_dir, recipe, path=self.plan.backward.path)
+            model = DeviceModel(base_dir, recipe, path=self.plan.backward.path)
+            self._loaded, self._base_hash = (name, model), model.base_hash()
         return self._loaded[1]
 
     # What comes out
@@ -229,6 +243,16 @@ class Pipeline:
         path = self.plan.store.path(unit.stage, unit.key) / "answers.json"
         answers: list[dict[str, Any]] = json.loads(path.read_text())
         return answers
+
+    def stopped_users(self) -> dict[str, str]:
+        """By user id, why the training of their adapter ended early."""
+        found = ((user_id, self._stopped(unit)) for user_id, unit in self.plan.user_units.items())
+        return {user_id: reason for user_id, reason in found if reason is not None}
+
+    def _stopped(self, unit: Unit) -> str | None:
+        text = (self.plan.store.path(unit.stage, unit.key) / TRAINING).read_text()
+        reason: str | None = json.loads(text)["stopped"]
+        return reason
 
     def parity_errors(self) -> dict[str, float]:
         """Of each base: the difference of torch's and MLX's logits, relative to the largest."""

@@ -67,6 +67,7 @@ class RunRecord(BaseModel):
     seeds: dict[str, int]
     methods: dict[str, str] = {}  # the function behind each registered arm, and its package
     parity_error: dict[str, float]
+    stopped_users: dict[str, str] = {}  # why the training of an adapter ended early
     backward: dict[str, Any] = {}  # `lamp_eval.doctor.Backward`; empty if MLX computed nothing
     failed_parses: dict[str, dict[str, int]]  # by arm and rule set
     cut_words: dict[str, int]

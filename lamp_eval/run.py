@@ -115,6 +115,7 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
         seeds={user.id: user_seed(config.seed, user.id) for user in corpus.users},
         methods={name: methods.described(name) for name in plan.methods},
         parity_error=pipeline.parity_errors(),
+        stopped_users=pipeline.stopped_users(),
         backward=asdict(plan.backward) if plan.base_units else {},
         failed_parses={
             name: {
@@ -143,6 +144,9 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
     kind = "synthetic users" if corpus.synthetic else "users"
     title = f"{config.name}: {record.n_users} {kind}, {record.n_queries} queries"
     display.show_leaderboard(console, main_rows(rows), title=title)
+    for user_id, reason in record.stopped_users.items():
+        line = f"the adapter of user {user_id!r} is not trained to the end, {reason}"
+        console.print(f"{line}; the one of the step before is kept", style="yellow", markup=False)
     reused = sum(stage.reused for stage in pipeline.stages)
     console.print(
         f"{display.duration(record.seconds)}, peak memory {record.peak_memory_bytes / 1e9:.1f} GB, "

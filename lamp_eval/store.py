@@ -42,6 +42,10 @@ class Store:
         """Whether the output is there, and so complete."""
         return (self.path(stage, key) / KEY_FILE).is_file()
 
+    def work_path(self, stage: str, key: Mapping[str, Any]) -> Path:
+        """A folder for what an interrupted stage needs to go on; removed with its success."""
+        return self.root / stage / f".work-{key_hash(key)}"
+
     @contextmanager
     def build(self, stage: str, key: Mapping[str, Any]) -> Iterator[Path]:
         """An empty folder to write the output into; it gets its name when the block succeeds."""
@@ -56,5 +60,6 @@ class Store:
             except OSError:
                 if not self.has(stage, key):  # else another process finished it first
                     raise
+            shutil.rmtree(self.work_path(stage, key), ignore_errors=True)
         finally:
             shutil.rmtree(partial, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -63,6 +64,20 @@ class DeviceModel:
         if recipe is not None:
             self._attach(recipe)
         self._check_forward()
+
+    @property
+    def n_tokens(self) -> int:
+        """Size of the vocabulary."""
+        return int(self.model.model.embed_tokens.weight.shape[0])
+
+    def base_hash(self) -> str:
+        """SHA-256 of everything but the adapter, which no training may change."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(tree_flatten(self.model.parameters())):
+            if name.rsplit(".", 1)[-1] not in ("lora_a", "lora_b"):
+                digest.update(name.encode())
+                digest.update(memoryview(tensor.view(mx.uint8)))
+        return digest.hexdigest()
 
     def hidden(self, tokens: mx.array) -> mx.array:
         """Normed states (B, T, D) of token ids (B, T) without padding."""
@@ -144,12 +159,15 @@ class DeviceModel:
         }
         (adapter_dir / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
-    def load_adapter(self, adapter_dir: Path) -> None:
+    def load_adapter(self, adapter_dir: Path, *, may_be_zero: bool = False) -> None:
         """Sets a saved adapter.
 
+        Args:
+            adapter_dir: its folder.
+            may_be_zero: accept one that changes nothing, as after a training that was stopped.
+
         Raises:
-            UserError: a tensor is missing, unknown or of another shape, or all of B is zero, so
-                that the adapter would change nothing.
+            UserError: a tensor is missing, unknown or of another shape, or all of B is zero.
         """
         path = adapter_dir / WEIGHTS
         tensors = mx.load(str(path))
@@ -163,7 +181,8 @@ class DeviceModel:
                 where=str(path),
                 fix="delete this folder; the adapter is then trained again",
             )
-        if not any(mx.any(t != 0).item() for name, t in tensors.items() if name.endswith("b")):
+        b = [tensor for name, tensor in tensors.items() if name.endswith("b")]
+        if not may_be_zero and not any(mx.any(tensor != 0).item() for tensor in b):
             raise UserError(
                 expected="an adapter that changes the model's output",
                 found="B is zero in every layer",

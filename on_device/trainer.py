@@ -4,23 +4,42 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import AdamW, clip_grad_norm
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from lamp_eval.config import UserAdapterConfig
-from lamp_eval.errors import UserError
+from lamp_eval.errors import UserError, raise_if_any
 from lamp_eval.records import Example, n_common_tokens, passes
-from lamp_eval.schedule import TrainingStep, learning_rate_factor, n_user_steps
+from lamp_eval.schedule import TrainingStep, learning_rate_factor
 from on_device.model import DeviceModel
+from on_device.resume import TrainingState, load_state
 
 # States below the first adapted block do not change; up to this size they are kept across epochs.
 KEPT_STATES_BYTES = 512 * 2**20
 # Long products are faster than short ones: worth a tenth more tokens, as padding.
 MAX_PADDED = 1.1
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the training of one adapter went.
+
+    Attributes:
+        rows: per optimizer step `step`, `loss` (nats per answer token), `learning_rate`,
+            `gradient_norm` (before clipping), `tokens`, `seconds`, `peak_bytes` (MLX's).
+        stopped: why it ended before its last step; None: it did not.
+    """
+
+    rows: tuple[dict[str, float], ...]
+    stopped: str | None
 
 
 def train_user_adapter(
@@ -31,13 +50,19 @@ def train_user_adapter(
     seed: int,
     tokens_per_pass: int,
     report: Callable[[TrainingStep], None],
-) -> None:
+    state_path: Path | None = None,
+    save_every: int = 25,
+) -> Training:
     """Trains the model's adapter from fresh values; the result stays set on the model.
 
     Each step takes a window of `accumulation` examples, sums the gradients of the summed token
     losses, divides by the number of supervised tokens in the window, clips the global norm and
     applies AdamW with bias correction (paper, Table 1). Examples are computed one by one, or
     together where that is faster; the gradients are the same.
+
+    A loss that is not finite, or that explodes, ends the training; the adapter is then the one
+    before the last step. Interrupted and called again, it goes on from the state that it saved,
+    and ends with the same bits as if nothing had happened.
 
     Args:
         device_model: a model with an adapter of this recipe.
@@ -46,12 +71,15 @@ def train_user_adapter(
         seed: the user's own; of the adapter's initial values and the order of examples.
         tokens_per_pass: bounds the memory; longer windows are computed in parts.
         report: called after each optimizer step.
+        state_path: where the state is kept, of this very training alone; None: nowhere.
+        save_every: optimizer steps between two saves; an interruption by an exception saves too.
 
     Raises:
-        UserError: the loss is not finite.
+        UserError: an example without an answer, or a damaged state.
     """
+    _check_examples(examples)
+    state = load_state(state_path) if state_path else None
     device_model.reset_adapter(seed)
-    model = device_model.model
     optimizer = AdamW(
         learning_rate=recipe.learning_rate,
         betas=[0.9, 0.999],
@@ -59,8 +87,115 @@ def train_user_adapter(
         weight_decay=recipe.weight_decay,
         bias_correction=True,
     )
+    adapter = device_model.adapter()
+    optimizer.init(adapter)
+    if state is None:
+        state = TrainingState(0, adapter, adapter, _copy(optimizer.state), ())
+    optimizer.state = _copy(state.optimizer)
+    device_model.set_adapter(state.adapter)
+    gradients_of = _gradients_of(device_model, recipe, tokens_per_pass)
+    mx.reset_peak_memory()
+    windows = _windows(examples, recipe, seed)
+    try:
+        for step, window in enumerate(windows[state.step :], start=state.step):
+            start = time.perf_counter()
+            mean_loss, gradients = gradients_of(window)
+            gradients, norm = clip_grad_norm(gradients, recipe.clip_norm)
+            stopped = _trouble(mean_loss, norm.item(), state.rows, device_model.n_tokens)
+            if stopped:
+                stopped = f"step {step + 1} of {len(windows)}: {stopped}"
+                device_model.set_adapter(state.good)
+                return Training(state.rows, stopped)
+            before, rate = (
+                state.adapter,
+                recipe.learning_rate
+                * learning_rate_factor(step, len(windows), recipe.warmup_ratio, recipe.schedule),
+            )
+            optimizer.learning_rate = rate
+            adapter = optimizer.apply_gradients(gradients, before)
+            mx.eval(adapter, optimizer.state)
+            device_model.set_adapter(adapter)
+            n_tokens = sum(len(example.tokens) for example in window)
+            row = {
+                "step": step + 1,
+                "loss": mean_loss,
+                "learning_rate": rate,
+                "gradient_norm": norm.item(),
+                "tokens": n_tokens,
+                "seconds": time.perf_counter() - start,
+                "peak_bytes": mx.get_peak_memory(),
+            }
+            state = TrainingState(
+                step + 1, adapter, before, _copy(optimizer.state), (*state.rows, row)
+            )
+            if state_path and state.step % save_every == 0 and state.step < len(windows):
+                state.save(state_path)
+            report(TrainingStep(step + 1, len(windows), mean_loss, n_tokens))
+    except BaseException:  # Ctrl-C above all: what is done is kept
+        if state_path and state.step:
+            state.save(state_path)
+        raise
+    return Training(state.rows, None)
+
+
+def _check_examples(examples: Sequence[Example]) -> None:
+    raise_if_any(
+        [
+            UserError(
+                expected="a prompt, and an answer of at least one token behind it",
+                found=f"{len(example.tokens)} tokens, the answer from {example.answer_start} on",
+                where=f"stage 2, example {i}",
+                fix="correct or leave out the record",
+            )
+            for i, example in enumerate(examples)
+            if not 0 < example.answer_start < len(example.tokens)
+        ]
+    )
+
+
+def _windows(
+    examples: Sequence[Example], recipe: UserAdapterConfig, seed: int
+) -> list[list[Example]]:
+    """The examples of each optimizer step; a window never crosses the end of an epoch."""
+    rng, windows = random.Random(seed), []
+    for _ in range(recipe.epochs):
+        order = rng.sample(range(len(examples)), len(examples))
+        for start in range(0, len(order), recipe.accumulation):
+            windows.append([examples[i] for i in order[start : start + recipe.accumulation]])
+    return windows
+
+
+def _trouble(
+    loss: float, gradient_norm: float, rows: Sequence[Mapping[str, float]], n_tokens: int
+) -> str | None:
+    """Why training should not go on.
+
+    A loss explodes if it is thrice the first one and twice that of a guess among all tokens.
+    """
+    if not math.isfinite(loss):
+        return f"the loss is {loss}"
+    if not math.isfinite(gradient_norm):
+        return f"the gradient's norm is {gradient_norm}"
+    if rows and loss > max(3 * rows[0]["loss"], 2 * math.log(n_tokens)):
+        return f"the loss went from {rows[0]['loss']:.3g} to {loss:.3g} nats"
+    return None
+
+
+def _copy(state: dict[str, Any]) -> dict[str, Any]:
+    """The optimizer's state, which it changes in place; the arrays themselves never change."""
+    copied: dict[str, Any] = tree_map(lambda array: array, state)
+    return copied
+
+
+Gradients = dict[str, mx.array]
+
+
+def _gradients_of(
+    device_model: DeviceModel, recipe: UserAdapterConfig, tokens_per_pass: int
+) -> Callable[[Sequence[Example]], tuple[float, Gradients]]:
+    """A function of a window: its mean loss per answer token, and the gradients of that."""
+    model, first = device_model.model, device_model.first_adapted_block
     frozen = _FrozenStates(device_model)
-    first = device_model.first_adapted_block
 
     def loss_sum(batch: _Batch, prefix: mx.array | None, states: mx.array) -> mx.array:
         caches = None
@@ -76,37 +211,19 @@ def train_user_adapter(
 
     # Differentiates by the adapter's tensors alone: all else is frozen.
     loss_and_gradients = nn.value_and_grad(model, loss_sum)
-    rng = random.Random(seed)
-    n_steps, step = n_user_steps(len(examples), recipe), 0
-    for _ in range(recipe.epochs):
-        order = rng.sample(range(len(examples)), len(examples))
-        for start in range(0, len(order), recipe.accumulation):
-            window = [examples[i] for i in order[start : start + recipe.accumulation]]
-            total, gradients = mx.array(0.0), None
-            for batch in _batches(window, 0 if recipe.checkpoint else tokens_per_pass):
-                loss, own = loss_and_gradients(batch, *frozen.of(batch))
-                total = total + loss
-                gradients = own if gradients is None else tree_map(mx.add, gradients, own)
-                mx.eval(total, gradients)
-            n_supervised = sum(example.n_supervised_tokens for example in window)
-            mean_loss = total.item() / n_supervised
-            if not math.isfinite(mean_loss):
-                raise UserError(
-                    expected="a finite loss",
-                    found=f"{mean_loss} at step {step + 1} of {n_steps}",
-                    where="stage 2, a user adapter",
-                    fix="lower adapter.user.learning_rate",
-                )
-            gradients = tree_map(lambda g, n=n_supervised: g / n, gradients)
-            gradients, _ = clip_grad_norm(gradients, recipe.clip_norm)
-            optimizer.learning_rate = recipe.learning_rate * learning_rate_factor(
-                step, n_steps, recipe.warmup_ratio, recipe.schedule
-            )
-            optimizer.update(model, gradients)
-            mx.eval(device_model.adapter(), optimizer.state)
-            step += 1
-            n_tokens = sum(len(example.tokens) for example in window)
-            report(TrainingStep(step, n_steps, mean_loss, n_tokens))
+
+    def gradients_of(window: Sequence[Example]) -> tuple[float, Gradients]:
+        total, gradients = mx.array(0.0), None
+        for batch in _batches(window, 0 if recipe.checkpoint else tokens_per_pass):
+            loss, own = loss_and_gradients(batch, *frozen.of(batch))
+            total = total + loss
+            gradients = own if gradients is None else tree_map(mx.add, gradients, own)
+            mx.eval(total, gradients)
+        n_supervised = sum(example.n_supervised_tokens for example in window)
+        named = {name: g / n_supervised for name, g in tree_flatten(gradients)}
+        return total.item() / n_supervised, named
+
+    return gradients_of
 
 
 class SharedPrefix:

@@ -289,7 +289,10 @@ def test_sweep_over_blocks_shares_the_first_stages(runs: Runs) -> None:
     assert "sweep: 2 runs side by side" in done.stdout
 
 
-def test_interrupted_run_continues(runs: Runs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_run_continues(
+    runs: Runs, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     output_dir = tmp_path / "outputs"
     for stage in ("task_adapters", "bases"):
         shutil.copytree(runs.output_dir / "stages" / stage, output_dir / "stages" / stage)
@@ -316,9 +319,9 @@ def test_interrupted_run_continues(runs: Runs, tmp_path: Path) -> None:
     deadline = time.monotonic() + 60
     while not whole() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stdout + stderr
+    assert process.returncode == code, stdout + stderr
     assert "Traceback" not in stdout + stderr
     assert "continues from there" in stdout
     kept = whole()
@@ -328,6 +331,8 @@ def test_interrupted_run_continues(runs: Runs, tmp_path: Path) -> None:
             "adapter_config.json",
             "adapters.safetensors",
             "key.json",
+            "metrics.jsonl",
+            "training.json",
         }
     assert list(output_dir.rglob(".partial*")) == []
     assert _finished(output_dir) == []
@@ -337,7 +342,52 @@ def test_interrupted_run_continues(runs: Runs, tmp_path: Path) -> None:
     (run_dir,) = _finished(output_dir)
     record = _record(run_dir)
     assert sum(_reused(record, "user_adapters")) == len(kept)
+    assert all(folder.name[0] != "." for folder in adapters.iterdir())
     assert _reused(record, "bases") == [True]
+
+
+def test_a_row_for_each_step_of_each_user(runs: Runs) -> None:
+    stages = _record(runs.first).stages
+    folders = [Path(stage.path) for stage in stages if stage.stage == "user_adapters"]
+    assert len(folders) == 3
+    for folder in folders:
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == [1, 2, 3]  # 5 records in windows of 2
+        assert {"loss", "learning_rate", "gradient_norm", "tokens", "seconds"} < set(rows[0])
+        assert json.loads((folder / "training.json").read_text()) == {"stopped": None}
+
+
+def test_a_user_whose_training_is_stopped_stops_nobody_else(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """One user's loss is not finite from the first step on: the task model serves that user."""
+    output_dir = tmp_path / "outputs"
+    for stage in ("task_adapters", "bases"):
+        shutil.copytree(runs.output_dir / "stages" / stage, output_dir / "stages" / stage)
+    from on_device import trainer
+
+    real, calls = trainer._trouble, []
+
+    def trouble(loss: float, norm: float, rows: Any, n_tokens: int) -> str | None:
+        calls.append(loss)
+        return real(float("nan") if len(calls) == 4 else loss, norm, rows, n_tokens)
+
+    monkeypatch.setattr(trainer, "_trouble", trouble)
+    monkeypatch.setattr(sys, "argv", ["lamp_eval", *runs.options(output_dir, arms="[task,user]")])
+    for _ in range(2):  # the second time from disk
+        main()
+        assert "is not trained to the end, step 1 of 3: the loss is nan" in capsys.readouterr().out
+        run_dir = _finished(output_dir)[-1]
+        record = _record(run_dir)
+        (stopped,) = record.stopped_users
+        answers = {
+            arm: [row["output"] for row in _predictions(run_dir, arm) if row["user_id"] == stopped]
+            for arm in ("task", "user")
+        }
+        assert answers["task"] == answers["user"]
+        whole = _predictions(runs.first, "user")
+        others = [row for row in _predictions(run_dir, "user") if row["user_id"] != stopped]
+        assert others == [row for row in whole if row["user_id"] != stopped]
 
 
 def test_interrupted_stage_1_leaves_nothing(runs: Runs, tmp_path: Path) -> None:

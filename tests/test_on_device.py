@@ -2,10 +2,12 @@
 
 import tiny  # isort: skip  # noqa: F401  # loads the BLAS, before MLX
 
-import hashlib
 import importlib
 import math
 import random
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
-from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from peft import LoraConfig, get_peft_model
 from tiny import N_BLOCKS, VOCABULARY
@@ -24,11 +25,12 @@ import recipes.base
 from lamp_eval.config import QuantizationConfig, UserAdapterConfig
 from lamp_eval.errors import UserError
 from lamp_eval.records import Example
-from lamp_eval.schedule import TrainingStep, n_user_steps
+from lamp_eval.schedule import TrainingStep, learning_rate_factor, n_user_steps
 from on_device import trainer
 from on_device.generate import Answer, generate
 from on_device.model import WEIGHTS, DeviceModel
-from on_device.trainer import train_user_adapter
+from on_device.resume import load_state
+from on_device.trainer import Training, train_user_adapter
 from recipes.base import build_base
 
 NONE = QuantizationConfig(name="none", bits=None, embedding_bits=None)
@@ -353,27 +355,251 @@ def test_same_seed_gives_the_same_bits_whoever_was_trained_before(base_dir: Path
 def test_training_leaves_the_base_alone(base_dir: Path) -> None:
     model = DeviceModel(base_dir, RECIPE)
 
-    def base_hash() -> str:
-        digest = hashlib.sha256()
-        for name, tensor in sorted(tree_flatten(model.model.parameters())):
-            if "lora" not in name:
-                digest.update(name.encode() + np.array(tensor).tobytes())
-        return digest.hexdigest()
-
-    before = base_hash()
+    before = model.base_hash()
     _train(model, _examples(7), replace(RECIPE, learning_rate=0.1))
-    assert base_hash() == before
+    assert model.base_hash() == before == DeviceModel(base_dir, RECIPE).base_hash()
+    weight = model.model.model.norm.weight
+    model.model.model.norm.weight = weight + mx.arange(64) * 1e-6
+    assert model.base_hash() != before
+    model.model.model.norm.weight = weight
     model.reset_adapter(0)
     tokens = _tokens(30, 4)
     np.testing.assert_array_equal(_logits(model, tokens), _logits(DeviceModel(base_dir), tokens))
 
 
-def test_a_loss_that_is_not_finite_is_an_error(base_dir: Path) -> None:
+def _training(
+    model: DeviceModel,
+    recipe: UserAdapterConfig = RECIPE,
+    report: Callable[[TrainingStep], None] = lambda step: None,
+    **options: Any,
+) -> tuple[Training, dict[str, np.ndarray]]:
+    training = train_user_adapter(
+        model, _examples(7), recipe, seed=SEED, tokens_per_pass=2048, report=report, **options
+    )
+    return training, {name: np.array(tensor) for name, tensor in model.adapter().items()}
+
+
+def test_a_loss_that_is_not_finite_ends_the_training(base_dir: Path) -> None:
     model = DeviceModel(base_dir, RECIPE)
     name = "model.norm.weight"
     model.model.load_weights([(name, mx.full((64,), float("nan")))], strict=False)
-    with pytest.raises(UserError, match="learning_rate"):
-        _train(model, _examples(3))
+    training, adapter = _training(model)
+    assert training == Training((), "step 1 of 2: the loss is nan")
+    model.reset_adapter(SEED)
+    _assert_identical(adapter, {n: np.array(t) for n, t in model.adapter().items()})
+
+
+@pytest.fixture
+def exploding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses grow a hundredfold once the adapter has become large."""
+    real = trainer._gradients_of
+
+    def gradients_of(model: DeviceModel, *others: Any) -> Any:
+        own = real(model, *others)
+
+        def exploded(window: Any) -> Any:
+            loss, gradients = own(window)
+            b = [tensor for name, tensor in model.adapter().items() if name.endswith("b")]
+            return loss * (100 if sum(mx.abs(t).sum().item() for t in b) > 10.5 else 1), gradients
+
+        return exploded
+
+    monkeypatch.setattr(trainer, "_gradients_of", gradients_of)
+
+
+EXPLODING = replace(RECIPE, accumulation=1, epochs=4)
+
+
+@pytest.mark.usefixtures("exploding")
+def test_a_loss_that_explodes_ends_the_training_at_the_adapter_before(base_dir: Path) -> None:
+    model = DeviceModel(base_dir, RECIPE)
+    adapters: list[dict[str, np.ndarray]] = []
+
+    def keep(step: TrainingStep) -> None:
+        adapters.append({name: np.array(tensor) for name, tensor in model.adapter().items()})
+
+    training, found = _training(model, EXPLODING, keep)
+    assert training.stopped is not None
+    n_done = len(training.rows)
+    assert f"step {n_done + 1} of 28: the loss went from 6" in training.stopped
+    assert 5 < n_done < 25
+    _assert_identical(found, adapters[-2])
+    # The next user is not touched by it.
+    _assert_identical(_training(model)[1], _training(DeviceModel(base_dir, RECIPE))[1])
+
+
+def test_a_row_for_each_step(device_model: DeviceModel) -> None:
+    recipe = replace(RECIPE, accumulation=2, epochs=3)
+    steps: list[TrainingStep] = []
+    training, _ = _training(device_model, recipe, steps.append)
+    assert training.stopped is None
+    assert [row["step"] for row in training.rows] == list(range(1, 13))
+    assert [row["loss"] for row in training.rows] == [step.loss for step in steps]
+    assert [row["tokens"] for row in training.rows] == [step.n_tokens for step in steps]
+    rates = [2e-3 * learning_rate_factor(i, 12, 0.03, "cosine") for i in range(12)]
+    assert [row["learning_rate"] for row in training.rows] == rates
+    assert all(row["gradient_norm"] > 0 and row["seconds"] > 0 for row in training.rows)
+    assert training.rows[-1]["peak_bytes"] > 1000
+
+
+def test_an_example_without_an_answer_is_an_error(device_model: DeviceModel) -> None:
+    examples = [Example((3, 4, 5), 2), Example((3, 4, 5), 3), Example((3, 4), 0)]
+    with pytest.raises(UserError, match="example 1") as caught:
+        _train(device_model, examples)
+    assert "example 2" in str(caught.value)
+    assert "example 0" not in str(caught.value)
+
+
+class Killed(BaseException):
+    """Stands for whatever ends a process."""
+
+
+@pytest.mark.parametrize("save_every", [1, 3, 100])
+def test_interrupted_training_goes_on_bit_by_bit(
+    base_dir: Path, tmp_path: Path, save_every: int
+) -> None:
+    recipe = replace(RECIPE, accumulation=2, epochs=2)  # 8 steps
+    whole, expected = _training(DeviceModel(base_dir, recipe), recipe)
+    path, model = tmp_path / "work" / "state.safetensors", DeviceModel(base_dir, recipe)
+    for at in range(1, 8):
+        path.unlink(missing_ok=True)
+        done: list[int] = []
+
+        def report(step: TrainingStep, at: int = at, done: list[int] = done) -> None:
+            done.append(step.step)
+            if step.step == at:
+                raise Killed
+
+        options = {"state_path": path, "save_every": save_every}
+        with pytest.raises(Killed):
+            _training(model, recipe, report, **options)
+        _training(model)  # another user meanwhile
+        done.clear()
+        training, found = _training(model, recipe, lambda s, d=done: d.append(s.step), **options)
+        assert done == list(range(at + 1, 9))
+        _assert_identical(found, expected)
+        own = [{**row, "seconds": 0, "peak_bytes": 0} for row in training.rows]
+        assert own == [{**row, "seconds": 0, "peak_bytes": 0} for row in whole.rows]
+        assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(("save_every", "saved"), [(3, 3), (4, 4), (6, 0)])
+def test_killed_training_goes_on_from_what_was_saved(
+    base_dir: Path, tmp_path: Path, save_every: int, saved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = replace(RECIPE, accumulation=2, epochs=2)
+    _, expected = _training(DeviceModel(base_dir, recipe), recipe)
+    options: dict[str, Any] = {"state_path": tmp_path / "state", "save_every": save_every}
+    model = DeviceModel(base_dir, recipe)
+
+    def killed(step: TrainingStep) -> None:
+        if step.step == 5:
+            # Nothing can be saved any more, as by SIGKILL.
+            monkeypatch.setattr(trainer.TrainingState, "save", lambda *_: None)
+            raise Killed
+
+    with pytest.raises(Killed):
+        _training(model, recipe, killed, **options)
+    monkeypatch.undo()
+    done: list[int] = []
+    _, found = _training(model, recipe, lambda step: done.append(step.step), **options)
+    assert done == list(range(saved + 1, 9))
+    _assert_identical(found, expected)
+
+
+@pytest.mark.usefixtures("exploding")
+def test_an_explosion_after_a_resume_keeps_the_same_adapter(base_dir: Path, tmp_path: Path) -> None:
+    model = DeviceModel(base_dir, EXPLODING)
+    whole, expected = _training(model, EXPLODING)
+
+    def killed(step: TrainingStep) -> None:
+        if step.step == len(whole.rows):  # right before the step that explodes
+            raise Killed
+
+    with pytest.raises(Killed):
+        _training(model, EXPLODING, killed, state_path=tmp_path / "state")
+    training, found = _training(model, EXPLODING, state_path=tmp_path / "state")
+    assert training.stopped == whole.stopped is not None
+    _assert_identical(found, expected)
+
+
+def test_a_damaged_state_is_an_error(device_model: DeviceModel, tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    path.write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}      ")
+    with pytest.raises(UserError, match="delete this file"):
+        _training(device_model, state_path=path)
+
+
+@pytest.mark.slow
+def test_sigkill_at_any_moment_changes_no_bit(base_dir: Path, tmp_path: Path) -> None:
+    """A process is killed at random moments, until one of its successors reaches the end."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
+from pathlib import Path
+import test_on_device as t
+
+recipe = t.replace(t.RECIPE, accumulation=1, epochs=200)
+model = t.DeviceModel(Path({str(base_dir)!r}), recipe)
+work = Path(sys.argv[1])
+print("begins", flush=True)
+training, _ = t._training(model, recipe, state_path=work / "state", save_every=2)
+model.save_adapter(work, recipe)
+print(len(training.rows), flush=True)
+"""
+    )
+
+    def started(work: Path) -> subprocess.Popen[str]:
+        work.mkdir(exist_ok=True)
+        return subprocess.Popen(
+            [sys.executable, str(script), str(work)], stdout=subprocess.PIPE, text=True
+        )
+
+    whole = started(tmp_path / "whole")
+    assert whole.communicate(timeout=300)[0].split() == ["begins", "1400"]
+    rng, work, n_killed, steps = random.Random(0), tmp_path / "killed", 0, [0]
+    while True:
+        process = started(work)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begins\n"
+        try:
+            out, _ = process.communicate(timeout=rng.uniform(0.0, 0.8) if n_killed < 25 else 300)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            n_killed += 1
+            state = load_state(work / "state")
+            steps.append(state.step if state else 0)
+            continue
+        assert process.returncode == 0
+        assert out == "1400\n"
+        break
+    assert n_killed >= 20
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 5  # the kills met training, not only its beginning
+    assert (work / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
+
+
+def test_memory_does_not_grow_over_a_hundred_users(base_dir: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, blocks=2, accumulation=2)
+    model = DeviceModel(base_dir, recipe)
+    active = []
+    for user in range(100):
+        examples = _examples(4, n_common=8, seed=user)
+        _train(model, examples, recipe, seed=user)
+        model.save_adapter(tmp_path, recipe)
+        model.load_adapter(tmp_path)
+        generate(
+            model,
+            [example.tokens[: example.answer_start] for example in examples],
+            max_new_tokens=2,
+            eos_token_id=NO_EOS,
+            tokens_per_pass=200,
+        )
+        active.append(mx.get_active_memory())
+    assert max(active[1:]) <= active[0] + 10_000
 
 
 # The adapter
