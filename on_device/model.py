@@ -23,6 +23,7 @@ from on_device.backward import use_path
 
 WEIGHTS = "adapters.safetensors"  # the file names of mlx-lm's adapter format
 CONFIG = "adapter_config.json"
+_PROBE_TOKENS = mx.arange(1, 9)  # any will do, of any vocabulary
 
 
 class DeviceModel:
@@ -63,6 +64,7 @@ class DeviceModel:
         self.first_adapted_block = len(self.blocks)
         if recipe is not None:
             self._attach(recipe)
+        self._base_logits = self._probe_logits()  # with an adapter whose B is zero, or none
         self._check_forward()
 
     @property
@@ -167,9 +169,18 @@ class DeviceModel:
             may_be_zero: accept one that changes nothing, as after a training that was stopped.
 
         Raises:
-            UserError: a tensor is missing, unknown or of another shape, or all of B is zero.
+            UserError: a tensor is missing, unknown or of another shape, the scale is another, or
+                no logit moves.
         """
         path = adapter_dir / WEIGHTS
+        scale = json.loads((adapter_dir / CONFIG).read_text())["lora_parameters"]["scale"]
+        if scale != self._scale:
+            raise UserError(
+                expected=f"an adapter of scale {self._scale} (α/r)",
+                found=f"{scale}",
+                where=str(adapter_dir / CONFIG),
+                fix="set adapter.user.alpha and adapter.user.rank as in its training",
+            )
         tensors = mx.load(str(path))
         shapes = {name: tuple(old.shape) for name, old in self.adapter().items()}
         found = {name: tuple(new.shape) for name, new in tensors.items()}
@@ -181,15 +192,16 @@ class DeviceModel:
                 where=str(path),
                 fix="delete this folder; the adapter is then trained again",
             )
-        b = [tensor for name, tensor in tensors.items() if name.endswith("b")]
-        if not may_be_zero and not any(mx.any(tensor != 0).item() for tensor in b):
+        before = self.adapter()
+        self.set_adapter(tensors)
+        if not may_be_zero and mx.array_equal(self._probe_logits(), self._base_logits).item():
+            self.set_adapter(before)
             raise UserError(
-                expected="an adapter that changes the model's output",
-                found="B is zero in every layer",
+                expected="an adapter that moves the model's logits",
+                found="the same logits as without it",
                 where=str(path),
                 fix="check adapter.user.learning_rate, delete this folder and train again",
             )
-        self.set_adapter(tensors)
 
     def _attach(self, recipe: UserAdapterConfig) -> None:
         n_blocks = n_adapted_blocks(recipe.blocks, len(self.blocks))
@@ -208,12 +220,15 @@ class DeviceModel:
         linear_to_lora_layers(self.model, n_blocks, parameters)
         for block in self.blocks[self.first_adapted_block :]:
             block.unfreeze(keys=["lora_a", "lora_b"], strict=False)
+        self._scale = parameters["scale"]
         self.reset_adapter(0)
+
+    def _probe_logits(self) -> mx.array:
+        return self.head(self.hidden(_PROBE_TOKENS[None]))
 
     def _check_forward(self) -> None:
         """Our walk over the blocks must be the model's own, whatever its architecture."""
-        tokens = mx.arange(1, 9)[None]
-        ours, theirs = self.head(self.hidden(tokens)), self.model(tokens)
+        ours, theirs = self._base_logits, self.model(_PROBE_TOKENS[None])
         error = mx.abs(ours - theirs).max() / mx.abs(theirs).max()
         if not error.item() < 1e-3:
             raise UserError(
