@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lamp_eval import environment
+from lamp_eval.child import Child
 from lamp_eval.config import QuantizationConfig
 from lamp_eval.errors import UserError, fail
 from lamp_eval.layers import Layer, quantized_layers, smollm3_layers
@@ -86,6 +87,15 @@ def choose_backward(requested: str, layers: Sequence[Layer], dtype: str) -> Back
     return Backward(path, requested, dtype, seconds, errors, mistakes, notes)
 
 
+def _measured(layers: Sequence[Layer], dtype: str) -> dict[str, dict[str, Any]]:
+    """In a process of its own, which gives its memory back."""
+    with Child() as child:
+        found: dict[str, dict[str, Any]] = child.run(
+            "on_device.probe:examine", layers, dtype, report=lambda path: None
+        )
+    return found
+
+
 def fastest(seconds: Mapping[str, float]) -> str:
     """The fastest path; within a tenth the one that needs less memory, which comes first."""
     limit = 1.1 * min(seconds.values())
@@ -113,9 +123,7 @@ def examination(
     if not fresh and path.is_file():
         found: dict[str, dict[str, Any]] = json.loads(path.read_text())["paths"]
         return found
-    from on_device import probe
-
-    found = probe.examine(layers, dtype)
+    found = _measured(layers, dtype)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         json.dump({"key": key, "paths": found}, file, indent=1)

@@ -92,7 +92,7 @@ class DeviceModel:
         caches: Sequence[Any] | None = None,
         *,
         last: int | None = None,
-        checkpoint: bool = False,
+        checkpoint: int | None = None,
     ) -> mx.array:
         """States (B, T, D) after the blocks `first` … `last` − 1, causal; no padding in front.
 
@@ -101,7 +101,8 @@ class DeviceModel:
             first: the first block to run.
             caches: per block run, the keys and values in front of T, in mlx-lm's form.
             last: one past the last block; None: to the end.
-            checkpoint: recompute each block in the backward pass.
+            checkpoint: so many blocks at a time keep only their input, and are computed again in
+                the backward pass; without caches only, whose gradients it would lose.
         """
         blocks = self.blocks[first:last]
         if not blocks:
@@ -112,11 +113,12 @@ class DeviceModel:
             mask = create_causal_mask(states.shape[1], n_before)
         elif states.shape[1] > 1:
             mask = "causal"
+        if checkpoint:
+            for start in range(0, len(blocks), checkpoint):
+                states = _recomputed(blocks[start : start + checkpoint], states, mask)
+            return states
         for block, cache in zip(blocks, caches or [None] * len(blocks), strict=True):
-            if checkpoint:
-                states = _recomputed(block, states, mask, cache)
-            else:
-                states = block(states, mask, cache)
+            states = block(states, mask, cache)
         return states
 
     def head(self, states: mx.array) -> mx.array:
@@ -254,14 +256,16 @@ def _lora_parameters(recipe: UserAdapterConfig, blocks: Sequence[nn.Module]) -> 
     }
 
 
-def _recomputed(block: nn.Module, states: mx.array, mask: Any, cache: Any) -> mx.array:
-    """A block whose activations are computed again in the backward pass instead of being kept."""
+def _recomputed(blocks: Sequence[nn.Module], states: mx.array, mask: Any) -> mx.array:
+    """Blocks whose activations are computed again in the backward pass instead of being kept."""
 
-    def run(parameters: dict[str, Any], states: mx.array) -> mx.array:
-        block.update(parameters)
-        return block(states, mask, cache)
+    def run(parameters: list[dict[str, Any]], states: mx.array) -> mx.array:
+        for block, own in zip(blocks, parameters, strict=True):
+            block.update(own)
+            states = block(states, mask, None)
+        return states
 
-    return mx.checkpoint(run)(block.trainable_parameters(), states)
+    return mx.checkpoint(run)([block.trainable_parameters() for block in blocks], states)
 
 
 def device_name() -> str:

@@ -168,8 +168,15 @@ def time_paths(
     return seconds
 
 
-def examine(layers: Sequence[Layer], dtype: str) -> dict[str, dict[str, Any]]:
+def examine(
+    layers: Sequence[Layer], dtype: str, *, report: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
     """All paths on this device: what each gets wrong, and how long it takes.
+
+    Args:
+        layers: of the model that is going to be used.
+        dtype: what it computes in.
+        report: called with each path before its gradients are checked.
 
     Returns:
         Plain values by path: `checks` (`shape`, `issue`, `error`, `mistake` of each), and `seconds`
@@ -178,6 +185,7 @@ def examine(layers: Sequence[Layer], dtype: str) -> dict[str, dict[str, Any]]:
     own = [Case(layer.n_tokens - 1, layer, "a layer of this model") for layer in layers]
     found: dict[str, dict[str, Any]] = {}
     for path in BACKWARD_PATHS:
+        report(path)
         checks = probe(make_layer(path), dtype, [*CASES, *own])
         found[path] = {"checks": [_plain(check) for check in checks]}
     right = [

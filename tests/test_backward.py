@@ -268,7 +268,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any,
         calls.append(arguments)
         return outcome
 
-    monkeypatch.setattr(probe, "examine", examine)
+    monkeypatch.setattr(doctor, "_measured", examine)
     return calls
 
 
@@ -278,7 +278,7 @@ def test_auto_is_the_fastest_and_stays_so(
     chosen = doctor.choose_backward("auto", LAYERS, "float32")
     # A twentieth faster is not worth the memory of dense weights.
     assert (chosen.path, chosen.requested, chosen.seconds) == ("dequantize", "auto", TIMES)
-    monkeypatch.setattr(probe, "examine", lambda *_: _found(TIMES | {"packed": 0.1}))
+    monkeypatch.setattr(doctor, "_measured", lambda *_: _found(TIMES | {"packed": 0.1}))
     assert doctor.choose_backward("auto", LAYERS, "float32") == chosen
     assert doctor.choose_backward("packed", LAYERS, "float32").path == "packed"
     assert len(measured) == 1
@@ -291,7 +291,7 @@ def test_auto_is_the_fastest_and_stays_so(
 
 def test_a_wrong_path_is_never_used(measured: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     found = _found(TIMES, wrong=("dequantize", "resident"))
-    monkeypatch.setattr(probe, "examine", lambda *_: found)
+    monkeypatch.setattr(doctor, "_measured", lambda *_: found)
     chosen = doctor.choose_backward("auto", LAYERS, "float32")
     assert chosen.path == "packed"
     assert set(chosen.mistakes) == {"dequantize", "resident"}
@@ -299,7 +299,7 @@ def test_a_wrong_path_is_never_used(measured: list[Any], monkeypatch: pytest.Mon
     with pytest.raises(UserError, match=r"on_device\.backward=resident.*float32") as caught:
         doctor.choose_backward("resident", LAYERS, "float32")
     assert "all zeros (mlx #4250)" in str(caught.value)
-    monkeypatch.setattr(probe, "examine", lambda *_: _found(TIMES, wrong=BACKWARD_PATHS))
+    monkeypatch.setattr(doctor, "_measured", lambda *_: _found(TIMES, wrong=BACKWARD_PATHS))
     with pytest.raises(UserError, match="wrong"):
         doctor.choose_backward("auto", LAYERS, "float16")
 
@@ -307,12 +307,22 @@ def test_a_wrong_path_is_never_used(measured: list[Any], monkeypatch: pytest.Mon
 def test_dense_weights_that_leave_no_memory_are_not_chosen(
     measured: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "examine", lambda *_: _found(TIMES | {"dequantize": 2.0}))
+    monkeypatch.setattr(doctor, "_measured", lambda *_: _found(TIMES | {"dequantize": 2.0}))
     assert doctor.choose_backward("auto", LAYERS, "float32").path == "resident"
     monkeypatch.setattr(doctor, "_memory_bytes", lambda: 100_000)
     chosen = doctor.choose_backward("auto", LAYERS, "float32")
     assert chosen.path == "dequantize"
     assert chosen.notes == ["resident: 0.0 GB of 0.0 GB, more than half"]
+
+
+def test_a_child_measures_the_same_checks(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    layers = quantized_layers(model_dir, FOUR_BITS)
+    found = doctor.examination(layers, "float32")
+    own = probe.examine(layers, "float32", report=lambda path: None)
+    assert {p: found[p]["checks"] for p in found} == {p: own[p]["checks"] for p in own}
 
 
 def test_a_model_that_is_not_quantized_needs_no_examination(measured: list[Any]) -> None:
@@ -413,12 +423,12 @@ def test_the_doctor_speaks_json(
 def test_the_doctor_says_what_is_wrong(
     measured: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(probe, "examine", lambda *_: _found(TIMES, wrong=("packed",)))
+    monkeypatch.setattr(doctor, "_measured", lambda *_: _found(TIMES, wrong=("packed",)))
     doctor.main([])
     shown = capsys.readouterr().out
     assert "packed: 1 rows, 32→1024: error 1, all zeros (mlx #4250)" in shown
     assert "auto takes dequantize" in shown
-    monkeypatch.setattr(probe, "examine", lambda *_: _found(TIMES, wrong=BACKWARD_PATHS))
+    monkeypatch.setattr(doctor, "_measured", lambda *_: _found(TIMES, wrong=BACKWARD_PATHS))
     with pytest.raises(SystemExit) as ended:
         doctor.main(["--fresh"])
     assert ended.value.code == 1
