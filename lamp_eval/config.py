@@ -109,7 +109,6 @@ class UserAdapterConfig:
     accumulation: int = 8  # micro-batches of one example per optimizer step
     epochs: int = 3
     clip_norm: float = 1.0
-    checkpoint: bool = False  # recompute each block in the backward pass: less memory, more time
 
 
 @dataclass
@@ -144,6 +143,10 @@ class DeviceConfig:
 
     # auto | packed | packed_generic | dequantize | resident: how frozen quantized layers multiply
     backward: str = "auto"
+    # auto | none | K: in the backward pass K blocks at a time are computed again, which takes less
+    # memory and more time; auto: none where that fits into memory_budget_gb
+    checkpoint: Any = "auto"
+    memory_budget_gb: float | None = None  # of MLX's peak in stage 2, the base included
     save_every: int = 25  # optimizer steps between two saves of an adapter in training
 
 
@@ -257,6 +260,16 @@ def check(config: RunConfig) -> None:
 
     one_of("model.dtype", config.model.dtype, ("float32", "bfloat16", "float16"))
     one_of("on_device.backward", config.on_device.backward, ("auto", *BACKWARD_PATHS))
+    checkpoint = config.on_device.checkpoint
+    need(
+        checkpoint in ("auto", "none")
+        or (isinstance(checkpoint, int) and not isinstance(checkpoint, bool) and checkpoint >= 1),
+        "on_device.checkpoint",
+        checkpoint,
+        "'auto', 'none', or a number of blocks",
+    )
+    budget = config.on_device.memory_budget_gb
+    need(budget is None or budget > 0, "on_device.memory_budget_gb", budget, "a number above 0")
     at_least("on_device.save_every", config.on_device.save_every, 1)
     one_of("executor.torch_device", config.executor.torch_device, ("auto", "cpu", "cuda", "mps"))
     at_least("executor.tokens_per_pass", config.executor.tokens_per_pass, 1)

@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ class Pipeline:
     def _train_user_adapter(self, unit: Unit, folder: Path, progress: Progress, bar: Any) -> None:
         from on_device.trainer import train_user_adapter
 
-        model = self._device_model(True)
+        model, device = self._device_model(True), self.plan.config.on_device
         work_dir = self.plan.store.work_path(unit.stage, unit.key)
         with _step_bar(progress, "  step") as show_step:
             training = train_user_adapter(
@@ -156,14 +157,17 @@ class Pipeline:
                 tokens_per_pass=self.plan.config.executor.tokens_per_pass,
                 report=show_step,
                 state_path=work_dir / "state.safetensors",
-                save_every=self.plan.config.on_device.save_every,
+                save_every=device.save_every,
+                checkpoint=device.checkpoint,
+                memory_budget_gb=device.memory_budget_gb,
             )
         if model.base_hash() != self._base_hash:
             raise RuntimeError(f"the base has changed while {unit.what!r} was trained")
         model.save_adapter(folder, self.plan.recipe)
+        about = {name: value for name, value in asdict(training).items() if name != "rows"}
         rows = [json.dumps(row) + "\n" for row in training.rows]
         (folder / METRICS).write_text("".join(rows))
-        (folder / TRAINING).write_text(json.dumps({"stopped": training.stopped}) + "\n")
+        (folder / TRAINING).write_text(json.dumps(about) + "\n")
 
     def _generate(self, unit: Unit, folder: Path, progress: Progress, bar: Any) -> None:
         from on_device.generate import generate

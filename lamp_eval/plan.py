@@ -245,6 +245,10 @@ class Plan:
             "recipe": asdict(self.recipe),
             "device": environment.mlx_device(),
             "backward": self.backward.path,
+            "checkpoint": [
+                self.config.on_device.checkpoint,
+                self.config.on_device.memory_budget_gb,
+            ],
             "tokens_per_pass": self.config.executor.tokens_per_pass,
         }
         return {

@@ -25,6 +25,8 @@ class TrainingState:
         good: the tensors before the last of them, which had a right loss and gradient.
         optimizer: AdamW's state by tensor, its moments among it.
         rows: a row of metrics per step.
+        checkpoint: blocks that are recomputed at a time; None: none.
+        predicted_peak_bytes: see `on_device.memory`; None where nothing was predicted.
     """
 
     step: int
@@ -32,6 +34,8 @@ class TrainingState:
     good: Tensors
     optimizer: dict[str, Any]
     rows: tuple[dict[str, float], ...]
+    checkpoint: int | None = None
+    predicted_peak_bytes: float | None = None
 
     def save(self, path: Path) -> None:
         """Writes the file at once: whoever is killed here leaves the older one."""
@@ -42,7 +46,8 @@ class TrainingState:
             tensors |= {f"optimizer/{name}/{moment}": array for moment, array in own.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".partial-{os.getpid()}.safetensors")
-        about = {"step": str(self.step), "rows": json.dumps(self.rows)}
+        names = ("step", "rows", "checkpoint", "predicted_peak_bytes")
+        about = {name: json.dumps(getattr(self, name)) for name in names}
         mx.save_safetensors(str(partial), tensors, about)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
@@ -68,11 +73,13 @@ def load_state(path: Path) -> TrainingState | None:
             else:
                 groups[group][name] = tensor
         return TrainingState(
-            step=int(about["step"]),
+            step=json.loads(about["step"]),
             adapter=groups["adapter"],
             good=groups["good"],
             optimizer=groups["optimizer"],
             rows=tuple(json.loads(about["rows"])),
+            checkpoint=json.loads(about["checkpoint"]),
+            predicted_peak_bytes=json.loads(about["predicted_peak_bytes"]),
         )
     except (RuntimeError, ValueError, KeyError) as error:
         raise UserError(

@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from lamp_eval.config import UserAdapterConfig
 from lamp_eval.errors import UserError, raise_if_any
 from lamp_eval.records import Example, n_common_tokens, passes
 from lamp_eval.schedule import TrainingStep, learning_rate_factor
+from on_device.memory import PeakLaw, choose_checkpoint, measured_law
 from on_device.model import DeviceModel
 from on_device.resume import TrainingState, load_state
 
@@ -36,10 +37,14 @@ class Training:
         rows: per optimizer step `step`, `loss` (nats per answer token), `learning_rate`,
             `gradient_norm` (before clipping), `tokens`, `seconds`, `peak_bytes` (MLX's).
         stopped: why it ended before its last step; None: it did not.
+        checkpoint: blocks that were recomputed at a time; None: none.
+        predicted_peak_bytes: see `on_device.memory`; None without a budget.
     """
 
     rows: tuple[dict[str, float], ...]
     stopped: str | None
+    checkpoint: int | None = None
+    predicted_peak_bytes: float | None = None
 
 
 def train_user_adapter(
@@ -52,6 +57,8 @@ def train_user_adapter(
     report: Callable[[TrainingStep], None],
     state_path: Path | None = None,
     save_every: int = 25,
+    checkpoint: int | str = "none",
+    memory_budget_gb: float | None = None,
 ) -> Training:
     """Trains the model's adapter from fresh values; the result stays set on the model.
 
@@ -73,9 +80,12 @@ def train_user_adapter(
         report: called after each optimizer step.
         state_path: where the state is kept, of this very training alone; None: nowhere.
         save_every: optimizer steps between two saves; an interruption by an exception saves too.
+        checkpoint: so many blocks at a time are computed again in the backward pass, examples one
+            by one; `none`; or `auto`: none, or what fits best where the budget asks for it.
+        memory_budget_gb: of MLX's peak memory, the base included; without it `auto` is `none`.
 
     Raises:
-        UserError: an example without an answer, or a damaged state.
+        UserError: an example without an answer, a damaged state, or a budget that is too small.
     """
     _check_examples(examples)
     state = load_state(state_path) if state_path else None
@@ -89,13 +99,19 @@ def train_user_adapter(
     )
     adapter = device_model.adapter()
     optimizer.init(adapter)
+    windows = _windows(examples, recipe, seed)
     if state is None:
-        state = TrainingState(0, adapter, adapter, _copy(optimizer.state), ())
+        group, predicted = (checkpoint if isinstance(checkpoint, int) else None), None
+        if checkpoint == "auto" and memory_budget_gb is not None:
+            group, predicted = _for_budget(
+                device_model, windows, tokens_per_pass, 1e9 * memory_budget_gb
+            )
+        start_optimizer = _copy(optimizer.state)
+        state = TrainingState(0, adapter, adapter, start_optimizer, (), group, predicted)
     optimizer.state = _copy(state.optimizer)
     device_model.set_adapter(state.adapter)
-    gradients_of = _gradients_of(device_model, recipe, tokens_per_pass)
+    gradients_of = _gradients_of(device_model, tokens_per_pass, state.checkpoint)
     mx.reset_peak_memory()
-    windows = _windows(examples, recipe, seed)
     try:
         for step, window in enumerate(windows[state.step :], start=state.step):
             start = time.perf_counter()
@@ -105,7 +121,7 @@ def train_user_adapter(
             if stopped:
                 stopped = f"step {step + 1} of {len(windows)}: {stopped}"
                 device_model.set_adapter(state.good)
-                return Training(state.rows, stopped)
+                return Training(state.rows, stopped, state.checkpoint, state.predicted_peak_bytes)
             before, rate = (
                 state.adapter,
                 recipe.learning_rate
@@ -125,8 +141,13 @@ def train_user_adapter(
                 "seconds": time.perf_counter() - start,
                 "peak_bytes": mx.get_peak_memory(),
             }
-            state = TrainingState(
-                step + 1, adapter, before, _copy(optimizer.state), (*state.rows, row)
+            state = replace(
+                state,
+                step=step + 1,
+                adapter=adapter,
+                good=before,
+                optimizer=_copy(optimizer.state),
+                rows=(*state.rows, row),
             )
             if state_path and state.step % save_every == 0 and state.step < len(windows):
                 state.save(state_path)
@@ -135,7 +156,7 @@ def train_user_adapter(
         if state_path and state.step:
             state.save(state_path)
         raise
-    return Training(state.rows, None)
+    return Training(state.rows, None, state.checkpoint, state.predicted_peak_bytes)
 
 
 def _check_examples(examples: Sequence[Example]) -> None:
@@ -191,30 +212,20 @@ Gradients = dict[str, mx.array]
 
 
 def _gradients_of(
-    device_model: DeviceModel, recipe: UserAdapterConfig, tokens_per_pass: int
+    device_model: DeviceModel, tokens_per_pass: int, checkpoint: int | None
 ) -> Callable[[Sequence[Example]], tuple[float, Gradients]]:
     """A function of a window: its mean loss per answer token, and the gradients of that."""
-    model, first = device_model.model, device_model.first_adapted_block
-    frozen = _FrozenStates(device_model)
+    frozen, first = _FrozenStates(device_model), device_model.first_adapted_block
 
     def loss_sum(batch: _Batch, prefix: mx.array | None, states: mx.array) -> mx.array:
-        caches = None
-        if prefix is not None:
-            caches = [SharedPrefix() for _ in device_model.blocks[first:]]
-            device_model.run_blocks(prefix, first, caches, checkpoint=recipe.checkpoint)
-        states = device_model.run_blocks(states, first, caches, checkpoint=recipe.checkpoint)
-        # The head only where an answer token is predicted. (B, S, D) → (B, A, D) → (B, A, V)
-        states = mx.take_along_axis(states, batch.positions[..., None], axis=1)
-        logits = device_model.head(model.model.norm(states)).astype(mx.float32)
-        losses = nn.losses.cross_entropy(logits, batch.targets, reduction="none")
-        return (losses * batch.weights).sum()
+        return _loss_sum(device_model, batch, prefix, states, first, checkpoint)
 
     # Differentiates by the adapter's tensors alone: all else is frozen.
-    loss_and_gradients = nn.value_and_grad(model, loss_sum)
+    loss_and_gradients = nn.value_and_grad(device_model.model, loss_sum)
 
     def gradients_of(window: Sequence[Example]) -> tuple[float, Gradients]:
         total, gradients = mx.array(0.0), None
-        for batch in _batches(window, 0 if recipe.checkpoint else tokens_per_pass):
+        for batch in _batches(window, 0 if checkpoint else tokens_per_pass):
             loss, own = loss_and_gradients(batch, *frozen.of(batch))
             total = total + loss
             gradients = own if gradients is None else tree_map(mx.add, gradients, own)
@@ -224,6 +235,60 @@ def _gradients_of(
         return total.item() / n_supervised, named
 
     return gradients_of
+
+
+def _loss_sum(
+    device_model: DeviceModel,
+    batch: _Batch,
+    prefix: mx.array | None,
+    states: mx.array,
+    first: int,
+    checkpoint: int | None,
+) -> mx.array:
+    """The summed loss of the answers, from the states in front of the block `first`."""
+    caches = None
+    if prefix is not None:
+        caches = [SharedPrefix() for _ in device_model.blocks[first:]]
+        device_model.run_blocks(prefix, first, caches)
+    states = device_model.run_blocks(states, first, caches, checkpoint=checkpoint)
+    # The head only where an answer token is predicted. (B, S, D) → (B, A, D) → (B, A, V)
+    states = mx.take_along_axis(states, batch.positions[..., None], axis=1)
+    logits = device_model.head(device_model.model.model.norm(states)).astype(mx.float32)
+    losses = nn.losses.cross_entropy(logits, batch.targets, reduction="none")
+    return (losses * batch.weights).sum()
+
+
+def _for_budget(
+    device_model: DeviceModel,
+    windows: Sequence[Sequence[Example]],
+    tokens_per_pass: int,
+    budget: float,
+) -> tuple[int | None, float]:
+    """The group size for a budget, and the predicted peak."""
+    batches = (batch for window in windows for batch in _batches(window, tokens_per_pass))
+    largest = max(batches, key=lambda batch: batch.n_tokens)
+    whole = _law(device_model, largest, recomputed=False)
+    longest = max((x for window in windows for x in window), key=lambda x: len(x.tokens))
+    alone = _law(device_model, _Batch([longest], 0), recomputed=True)
+    group = choose_checkpoint(whole, alone, budget)
+    return group, (whole if group is None else alone).peak(group)
+
+
+def _law(device_model: DeviceModel, batch: _Batch, *, recomputed: bool) -> PeakLaw:
+    embed = device_model.model.model.embed_tokens
+    prefix = embed(mx.array(batch.prefix)[None]) if batch.prefix else None
+    states = embed(batch.tokens)
+    mx.eval(states, [] if prefix is None else prefix)
+    n_blocks = len(device_model.blocks)
+
+    def run(n_last: int, group: int | None) -> object:
+        def loss_sum() -> mx.array:
+            return _loss_sum(device_model, batch, prefix, states, n_blocks - n_last, group)
+
+        return nn.value_and_grad(device_model.model, loss_sum)()
+
+    n_adapted = n_blocks - device_model.first_adapted_block
+    return measured_law(run, n_adapted, states.nbytes, recomputed=recomputed)
 
 
 class SharedPrefix:
@@ -256,6 +321,7 @@ class _Batch:
     Attributes:
         prefix: token ids (P,) of the common beginning; empty if it is not shared.
         tokens: (B, S) the rest without the last token, which is predicted but never read.
+        n_tokens: computed ones, padding included.
         positions: (B, A) where in S each answer token is predicted.
         targets, weights: (B, A) the answer tokens; 1 for them, 0 for padding.
     """
@@ -272,13 +338,14 @@ class _Batch:
         last = self.tokens.shape[1] - 1
         self.positions = mx.minimum(mx.array(starts)[:, None] + mx.arange(n_answer), last)
         self.key = (self.prefix, tuple(rest))
+        self.n_tokens = len(self.prefix) + self.tokens.size
 
 
 def _batches(window: Sequence[Example], max_tokens: int) -> list[_Batch]:
     """The window in batches where padding costs little, or a shared beginning pays for it.
 
-    The rest is computed one by one, and with checkpointing (`max_tokens` is 0 then) all of it: the
-    recomputed prefix would not pass its gradient on.
+    The rest is computed one by one, and where blocks are recomputed (`max_tokens` is 0 then) all of
+    it: the recomputed prefix would not pass its gradient on.
     """
     batches = []
     for group in passes(window, max_tokens):

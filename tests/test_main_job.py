@@ -354,7 +354,8 @@ def test_a_row_for_each_step_of_each_user(runs: Runs) -> None:
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows] == [1, 2, 3]  # 5 records in windows of 2
         assert {"loss", "learning_rate", "gradient_norm", "tokens", "seconds"} < set(rows[0])
-        assert json.loads((folder / "training.json").read_text()) == {"stopped": None}
+        training = json.loads((folder / "training.json").read_text())
+        assert training == {"stopped": None, "checkpoint": None, "predicted_peak_bytes": None}
 
 
 def test_a_user_whose_training_is_stopped_stops_nobody_else(

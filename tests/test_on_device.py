@@ -18,7 +18,7 @@ import pytest
 import torch
 from mlx_lm.utils import load_model
 from peft import LoraConfig, get_peft_model
-from tiny import N_BLOCKS, VOCABULARY
+from tiny import N_BLOCKS, VOCABULARY, make_tiny_model
 from transformers import AutoModelForCausalLM
 
 import recipes.base
@@ -28,6 +28,7 @@ from lamp_eval.records import Example
 from lamp_eval.schedule import TrainingStep, learning_rate_factor, n_user_steps
 from on_device import trainer
 from on_device.generate import Answer, generate
+from on_device.memory import PeakLaw
 from on_device.model import WEIGHTS, DeviceModel
 from on_device.resume import load_state
 from on_device.trainer import Training, train_user_adapter
@@ -88,10 +89,11 @@ def _train(
     examples: list[Example],
     recipe: UserAdapterConfig = RECIPE,
     seed: int = SEED,
+    **options: Any,
 ) -> tuple[list[TrainingStep], dict[str, np.ndarray]]:
     steps: list[TrainingStep] = []
     train_user_adapter(
-        model, examples, recipe, seed=seed, tokens_per_pass=2048, report=steps.append
+        model, examples, recipe, seed=seed, tokens_per_pass=2048, report=steps.append, **options
     )
     return steps, {name: np.array(tensor) for name, tensor in model.adapter().items()}
 
@@ -325,17 +327,109 @@ def test_two_blocks_touch_the_last_two_only(base_dir: Path, model_dir: Path, n_c
     _assert_close(found, expected)
 
 
+@pytest.mark.parametrize("checkpoint", [1, 2, 3, 9])
 @pytest.mark.parametrize("blocks", ["all", 2])
 @pytest.mark.parametrize("n_common", [0, 25])
-def test_checkpointing_changes_nothing(base_dir: Path, blocks: object, n_common: int) -> None:
+def test_recomputing_blocks_changes_nothing(
+    base_dir: Path, blocks: object, n_common: int, checkpoint: int
+) -> None:
     recipe = replace(RECIPE, blocks=blocks, accumulation=3)
     examples = _examples(7, n_common=n_common)
     kept = _train(DeviceModel(base_dir, recipe), examples, recipe)
-    recomputed = _train(DeviceModel(base_dir, recipe), examples, replace(recipe, checkpoint=True))
+    recomputed = _train(DeviceModel(base_dir, recipe), examples, recipe, checkpoint=checkpoint)
     np.testing.assert_allclose(
         [step.loss for step in kept[0]], [step.loss for step in recomputed[0]], rtol=1e-4
     )
     _assert_close(kept[1], recomputed[1])
+
+
+# Memory
+
+
+@pytest.fixture(scope="module")
+def deep_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base of 12 blocks, large enough that activations outweigh all else."""
+    root = tmp_path_factory.mktemp("deep")
+    make_tiny_model(root / "model", hidden=256, n_blocks=12)
+    _convert(root / "model", NONE, root / "base")
+    return root / "base"
+
+
+LONG = [Example(tuple(_tokens(150, i)), 146) for i in range(8)]
+DEEP = replace(RECIPE, epochs=1, accumulation=4)
+
+
+def _peak(model: DeviceModel, **options: Any) -> tuple[Training, float]:
+    training = train_user_adapter(
+        model, LONG, DEEP, seed=1, tokens_per_pass=2048, report=lambda step: None, **options
+    )
+    return training, training.rows[-1]["peak_bytes"]
+
+
+def test_recomputing_blocks_takes_the_memory_that_was_predicted(deep_dir: Path) -> None:
+    model = DeviceModel(deep_dir, DEEP)
+    whole, alone = (trainer._Batch(LONG[:n], 0) for n in (4, 1))
+    kept = trainer._law(model, whole, recomputed=False)
+    assert kept.peak(None) == pytest.approx(_peak(model)[1], rel=0.1)
+    law, peaks = trainer._law(model, alone, recomputed=True), {}
+    for group in (1, 2, 3, 6, 12):
+        peaks[group] = _peak(model, checkpoint=group)[1]
+        assert law.peak(group) == pytest.approx(peaks[group], rel=0.1)
+    assert peaks[1] < peaks[3] < peaks[12] < kept.peak(None)
+    assert law.best() in (1, 2)
+
+
+def test_a_budget_decides_what_is_recomputed(deep_dir: Path) -> None:
+    model = DeviceModel(deep_dir, DEEP)
+    free, peak = _peak(model, checkpoint="auto")
+    assert (free.checkpoint, free.predicted_peak_bytes) == (None, None)
+    enough, _ = _peak(model, checkpoint="auto", memory_budget_gb=1.3 * peak / 1e9)
+    assert enough.checkpoint is None
+    assert enough.predicted_peak_bytes == pytest.approx(peak, rel=0.1)
+    little, own_peak = _peak(model, checkpoint="auto", memory_budget_gb=0.4 * peak / 1e9)
+    assert little.checkpoint in (1, 2)
+    assert own_peak < 0.4 * peak
+    assert little.predicted_peak_bytes == pytest.approx(own_peak, rel=0.1)
+    with pytest.raises(UserError, match=r"memory_budget_gb") as caught:
+        _peak(model, checkpoint="auto", memory_budget_gb=0.1 * peak / 1e9)
+    assert "before the step" in str(caught.value)
+
+
+def test_the_group_of_the_smallest_peak() -> None:
+    """As in the paper's Figure 3: 36 blocks, a·K + s·36/K is smallest at K = √(36 s / a)."""
+    law = PeakLaw(active=0, fixed=3.61e9, per_block=282e6, between=8_100_000, n_blocks=36)
+    assert law.best() == 1
+    assert replace(law, between=282_000_000).best() == 6
+    assert law.peak(36) == pytest.approx(3.61e9 + 36 * 282e6 + 8.1e6)
+    assert law.peak(None) == 3.61e9 + 36 * 282e6
+
+
+def test_a_resumed_training_recomputes_as_before(deep_dir: Path, tmp_path: Path) -> None:
+    """Also where a prediction would come out otherwise now."""
+    model = DeviceModel(deep_dir, DEEP)
+    _, peak = _peak(model)
+    options = {"checkpoint": "auto", "memory_budget_gb": 0.4 * peak / 1e9}
+
+    def killed(step: TrainingStep) -> None:
+        raise Killed
+
+    path = tmp_path / "state"
+    with pytest.raises(Killed):
+        train_user_adapter(
+            model,
+            LONG,
+            DEEP,
+            seed=1,
+            tokens_per_pass=2048,
+            report=killed,
+            state_path=path,
+            **options,
+        )
+    state = load_state(path)
+    assert state is not None and state.checkpoint is not None
+    options["memory_budget_gb"] = 10 * peak / 1e9
+    training, _ = _peak(model, state_path=path, **options)
+    assert training.checkpoint == state.checkpoint
 
 
 def test_same_seed_gives_the_same_bits_whoever_was_trained_before(base_dir: Path) -> None:
