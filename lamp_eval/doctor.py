@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import tempfile
@@ -53,13 +54,16 @@ class Backward:
     notes: list[str]
 
 
-def choose_backward(requested: str, layers: Sequence[Layer], dtype: str) -> Backward:
+def choose_backward(
+    requested: str, layers: Sequence[Layer], dtype: str, budget_gb: float | None = None
+) -> Backward:
     """Examines this device, or remembers it, and chooses.
 
     Args:
         requested: `auto` or a path.
         layers: the model's quantized layers; empty if it is not quantized.
         dtype: what the model computes in.
+        budget_gb: of memory; None: what MLX says there is.
 
     Raises:
         UserError: the requested path, or every path, gets something wrong here.
@@ -79,7 +83,7 @@ def choose_backward(requested: str, layers: Sequence[Layer], dtype: str) -> Back
         )
     seconds = {path: found[path]["seconds"] for path in found if "seconds" in found[path]}
     allowed, notes = dict(seconds), []
-    dense, limit = _dense_bytes(layers, dtype), _memory_bytes()
+    dense, limit = _dense_bytes(layers, dtype), min(_memory_bytes(), 1e9 * (budget_gb or math.inf))
     if 2 * dense > limit and len(allowed) > 1 and allowed.pop("resident", None):
         notes.append(f"resident: {dense / 1e9:.1f} GB of {limit / 1e9:.1f} GB, more than half")
     path = fastest(allowed) if requested == "auto" else requested

@@ -231,7 +231,8 @@ class Plan:
         """How the quantized base is multiplied here; `UserError` if the chosen path is wrong."""
         layers = quantized_layers(self.model.path, self.config.quantization)
         dtype = environment.mlx_dtype(self.config.model.dtype)
-        return choose_backward(self.config.on_device.backward, layers, dtype)
+        device = self.config.on_device
+        return choose_backward(device.backward, layers, dtype, device.memory_budget_gb)
 
     @cached_property
     def user_units(self) -> dict[str, Unit]:

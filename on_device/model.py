@@ -23,6 +23,7 @@ from on_device.backward import use_path
 
 WEIGHTS = "adapters.safetensors"  # the file names of mlx-lm's adapter format
 CONFIG = "adapter_config.json"
+CACHE_BYTES = 2**30  # what MLX may keep of freed memory, instead of as much as there is
 _PROBE_TOKENS = mx.arange(1, 9)  # any will do, of any vocabulary
 
 
@@ -44,6 +45,7 @@ class DeviceModel:
     def __init__(
         self, base_dir: Path, recipe: UserAdapterConfig | None = None, *, path: str = "resident"
     ) -> None:
+        mx.set_cache_limit(CACHE_BYTES)
         self.model, _ = load_model(base_dir)
         if mx.default_device() == mx.cpu:
             self.model.set_dtype(mx.float32)

@@ -309,6 +309,7 @@ def test_dense_weights_that_leave_no_memory_are_not_chosen(
 ) -> None:
     monkeypatch.setattr(doctor, "_measured", lambda *_: _found(TIMES | {"dequantize": 2.0}))
     assert doctor.choose_backward("auto", LAYERS, "float32").path == "resident"
+    assert doctor.choose_backward("auto", LAYERS, "float32", 1e-4).path == "dequantize"
     monkeypatch.setattr(doctor, "_memory_bytes", lambda: 100_000)
     chosen = doctor.choose_backward("auto", LAYERS, "float32")
     assert chosen.path == "dequantize"

@@ -29,7 +29,7 @@ from lamp_eval.schedule import TrainingStep, learning_rate_factor, n_user_steps
 from on_device import trainer
 from on_device.generate import Answer, generate
 from on_device.memory import PeakLaw
-from on_device.model import WEIGHTS, DeviceModel
+from on_device.model import CACHE_BYTES, WEIGHTS, DeviceModel
 from on_device.resume import load_state
 from on_device.trainer import Training, train_user_adapter
 from recipes.base import build_base
@@ -694,6 +694,7 @@ def test_memory_does_not_grow_over_a_hundred_users(base_dir: Path, tmp_path: Pat
         )
         active.append(mx.get_active_memory())
     assert max(active[1:]) <= active[0] + 10_000
+    assert mx.set_cache_limit(CACHE_BYTES) == CACHE_BYTES  # what it was before
 
 
 # The adapter
