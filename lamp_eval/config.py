@@ -15,6 +15,7 @@ from lamp_eval.errors import UserError, raise_if_any
 ARMS = ("base", "base_retrieval", "task", "task_retrieval", "user", "cross_user")
 PROTOCOLS = ("oppu", "oppu_released", "lamp_chat")
 RETRIEVAL = ("bm25", "dense", "recency", "random")
+DECODING = ("greedy", "labels")
 BACKWARD_PATHS = ("packed", "packed_generic", "dequantize", "resident")
 
 
@@ -72,6 +73,7 @@ class ProtocolConfig:
     max_tokens: int = 2048
     retrieval: str = "bm25"  # bm25 | dense | recency (the newest) | random: which k records
     embedding_model: str | None = None  # of dense: a directory with a sentence-embedding model
+    decoding: str = "greedy"  # greedy | labels: the label of the highest log-likelihood per token
     date: str = "2026-01-01"  # what a chat template takes for today
 
 
@@ -233,6 +235,15 @@ def check(config: RunConfig) -> None:
     at_least("protocol.k", protocol.k, 0)
     at_least("protocol.adapter_k", protocol.adapter_k, 0)
     at_least("protocol.train_k", protocol.train_k, 0)
+    one_of("protocol.decoding", protocol.decoding, DECODING)
+    task = TASKS.get(config.task)
+    need(
+        protocol.decoding != "labels" or task is None or bool(task.labels),
+        "protocol.decoding",
+        protocol.decoding,
+        f"greedy: {config.task} has no labels",
+        "set protocol.decoding=greedy",
+    )
     need(_is_date(protocol.date), "protocol.date", protocol.date, "a date such as 2026-01-01")
     need(
         protocol.retrieval != "dense" or protocol.embedding_model is not None,

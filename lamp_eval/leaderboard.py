@@ -16,6 +16,8 @@ from lamp_eval.results import LEADERBOARD_COLUMNS
 from lamp_eval.statistics import compare
 from lamp_eval.tasks import TASKS, Task
 
+_DECODING = {"greedy": "greedy", "labels": "labels by log-likelihood per token"}
+
 
 def leaderboard_rows(
     config: RunConfig,
@@ -97,7 +99,7 @@ def leaderboard_rows(
             "blocks": n_blocks if chosen.user_adapter else None,
             "rank": config.adapter.user.rank if chosen.user_adapter else None,
             "protocol": config.protocol.name,
-            "decoding": None if chosen.method else "greedy",
+            "decoding": None if chosen.method else _DECODING[config.protocol.decoding],
             "retrieval": config.protocol.retrieval if chosen.n_retrieved else None,
             "k": None if chosen.method else chosen.n_retrieved,
             "seed": config.seed,

@@ -170,7 +170,7 @@ class Pipeline:
         (folder / TRAINING).write_text(json.dumps(about) + "\n")
 
     def _generate(self, unit: Unit, folder: Path, progress: Progress, bar: Any) -> None:
-        from on_device.generate import generate
+        from on_device.generate import generate, label_log_likelihoods
 
         arm_name, user_id = unit.what.split(", ", 1)
         user, chosen = self.plan.users[user_id], self.plan.arms[arm_name]
@@ -183,19 +183,26 @@ class Pipeline:
         elif chosen.task_adapter:
             model.reset_adapter(0)  # B = 0: exactly the task base
         prompts = [request.prompt for request in self.plan.inputs.requests(arm_name, user)]
-        encoder = self.plan.encoder
-        answers = generate(
-            model,
-            prompts,
-            max_new_tokens=encoder.max_new_tokens,
-            eos_token_id=encoder.eos_token_id,
-            tokens_per_pass=self.plan.config.executor.tokens_per_pass,
-        )
+        encoder, labels = self.plan.encoder, self.plan.label_ids
+        if labels is not None:
+            rows = []
+            for found in label_log_likelihoods(model, prompts, list(labels.values())):
+                by_label = dict(zip(labels, found, strict=True))
+                best = max(by_label, key=by_label.__getitem__)
+                rows.append({"output": best, "finished": True, "log_likelihoods": by_label})
+        else:
+            answers = generate(
+                model,
+                prompts,
+                max_new_tokens=encoder.max_new_tokens,
+                eos_token_id=encoder.eos_token_id,
+                tokens_per_pass=self.plan.config.executor.tokens_per_pass,
+            )
+            rows = [
+                {"output": encoder.answer_text(answer.tokens), "finished": answer.finished}
+                for answer in answers
+            ]
         _count_tokens(progress, bar, sum(len(prompt) for prompt in prompts))
-        rows = [
-            {"output": encoder.answer_text(answer.tokens), "finished": answer.finished}
-            for answer in answers
-        ]
         (folder / "answers.json").write_text(json.dumps(rows) + "\n")
 
     def _device_model(self, task_adapter: bool) -> Any:

@@ -265,6 +265,13 @@ class Plan:
             for user in self.inputs.with_history
         }
 
+    @property
+    def label_ids(self) -> dict[str, list[int]] | None:
+        """Token ids of each label with its EOS, if answers are chosen among the labels."""
+        if self.config.protocol.decoding != "labels":
+            return None
+        return {label: self.encoder.answer_ids(label) for label in self.task.labels}
+
     @cached_property
     def prediction_units(self) -> dict[tuple[str, str], Unit]:
         """The answers of one arm to one user's queries, by arm and user id."""
@@ -276,6 +283,7 @@ class Plan:
             "tokens_per_pass": self.config.executor.tokens_per_pass,
             "device": environment.mlx_device(),
             "backward": self.backward.path,
+            "labels": self.label_ids,
         }
         units = {}
         for name, chosen in self.arms.items():

@@ -1,4 +1,4 @@
-"""Greedy generation, batched, with the prompts' common beginning computed once."""
+"""Greedy generation, batched, and the likelihood of labels; a common beginning is computed once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from lamp_eval.errors import UserError
@@ -59,6 +60,54 @@ def generate(
         )
         answers.update(zip(rows, found, strict=True))
     return [answers[i] for i in range(len(prompts))]
+
+
+def label_log_likelihoods(
+    device_model: DeviceModel,
+    prompts: Sequence[Sequence[int]],
+    labels: Sequence[Sequence[int]],
+) -> list[list[float]]:
+    """How likely each label is as the answer to each prompt: the mean over its tokens.
+
+    Args:
+        device_model: a model; its adapter, if it has one, is in effect.
+        prompts: token ids, none empty.
+        labels: token ids of each label, its EOS included.
+
+    Returns:
+        A row per prompt, with log-likelihoods per token in nats, those of `labels` in their order.
+
+    Raises:
+        UserError: the model's attention cache cannot be batched.
+    """
+    n_common = n_common_tokens(prompts)
+    common = _prefill(device_model, prompts[0][:n_common]) if n_common else None
+    read = _padded_right([label[:-1] for label in labels])  # (N, T − 1)
+    targets = _padded_right(labels)  # (N, T)
+    lengths = mx.array([len(label) for label in labels])
+    weights = mx.arange(targets.shape[1]) < lengths[:, None]
+    rows = []
+    for prompt in prompts:
+        cache = [
+            BatchKVCache.merge([c]) if common else BatchKVCache([0])
+            for c in common or device_model.blocks
+        ]
+        states = device_model.model.model(mx.array(prompt[n_common:])[None], cache=cache)[:, -1:]
+        first = mx.broadcast_to(device_model.head(states), (len(labels), 1, device_model.n_tokens))
+        logits = [first]
+        if read.shape[1]:
+            cache = [BatchKVCache.merge([c.extract(0)] * len(labels)) for c in cache]
+            logits.append(device_model.head(device_model.model.model(read, cache=cache)))
+        losses = nn.losses.cross_entropy(
+            mx.concatenate(logits, axis=1).astype(mx.float32), targets, reduction="none"
+        )
+        rows.append((-(losses * weights).sum(axis=1) / lengths).tolist())
+    return rows
+
+
+def _padded_right(rows: Sequence[Sequence[int]]) -> mx.array:
+    length = max(map(len, rows))
+    return mx.array([[*row, *[0] * (length - len(row))] for row in rows], mx.int32)
 
 
 def _prefill(device_model: DeviceModel, tokens: Sequence[int]) -> list[KVCache]:

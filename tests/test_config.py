@@ -16,6 +16,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lamp_eval.__main__ import CONF_DIR  # registers the schema
+from lamp_eval.compose import compose_config
 from lamp_eval.config import ARMS, RunConfig, check, n_adapted_blocks
 from lamp_eval.data import load_corpus
 from lamp_eval.errors import InputProblems, UserError
@@ -402,3 +403,10 @@ def test_a_mistake_on_the_command_line_is_explained(answers, mistake):
 def test_a_mistake_on_the_command_line_writes_nothing(answers, mistake):
     # The folder of all results may be there; no folder of an experiment or of a run.
     assert answers[mistake][2] in ([], ["outputs"])
+
+
+def test_free_text_has_no_labels_to_choose_from() -> None:
+    by_labels = {"protocol": {"decoding": "labels"}}
+    with pytest.raises(UserError, match="news_headline has no labels"):
+        compose_config({"task": "news_headline"}, by_labels)
+    assert compose_config({"task": "product_rating"}, by_labels).protocol.decoding == "labels"

@@ -346,6 +346,21 @@ def test_interrupted_run_continues(
     assert _reused(record, "bases") == [True]
 
 
+def test_answers_chosen_among_the_labels(runs: Runs) -> None:
+    done = _launch(runs.options(runs.output_dir, arms="[task,user]", protocol__decoding="labels"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = _finished(runs.output_dir)[-1]
+    record = _record(run_dir)
+    assert all(_reused(record, "user_adapters"))
+    for arm in ("task", "user"):
+        answers = [row["output"] for row in _predictions(run_dir, arm)]
+        assert len(answers) == 9
+        assert set(answers) <= set(TASK.labels)
+    rows = _rows(run_dir / "leaderboard.csv")
+    assert {row["decoding"] for row in rows} == {"labels by log-likelihood per token"}
+    assert {float(row["failed_parse_rate"]) for row in rows} == {0.0}
+
+
 def test_a_row_for_each_step_of_each_user(runs: Runs) -> None:
     stages = _record(runs.first).stages
     folders = [Path(stage.path) for stage in stages if stage.stage == "user_adapters"]

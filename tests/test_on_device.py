@@ -27,7 +27,7 @@ from lamp_eval.errors import UserError
 from lamp_eval.records import Example
 from lamp_eval.schedule import TrainingStep, learning_rate_factor, n_user_steps
 from on_device import trainer
-from on_device.generate import Answer, generate
+from on_device.generate import Answer, generate, label_log_likelihoods
 from on_device.memory import PeakLaw
 from on_device.model import CACHE_BYTES, WEIGHTS, DeviceModel
 from on_device.resume import load_state
@@ -833,6 +833,27 @@ def test_generation_bounds_the_tokens_computed_together(
         )
         assert batches == [[1, 2, 5], [13, 13], [21], [30]]  # 15, 26, 21 and 30 with the padding
         batches.clear()
+
+
+@pytest.mark.parametrize("n_common", [0, 1, 18])
+@pytest.mark.parametrize("lengths", [[2, 2, 2], [5, 1, 3, 2], [1]])
+def test_likelihoods_of_labels_are_those_of_whole_sequences(
+    answering: DeviceModel, n_common: int, lengths: list[int]
+) -> None:
+    prompts = _prompts(n_common)
+    labels = [_tokens(n, 40 + i) for i, n in enumerate(lengths)]
+    found = label_log_likelihoods(answering, prompts, labels)
+    expected = []
+    for prompt in prompts:
+        row = []
+        for label in labels:
+            logits = _logits(answering, [*prompt, *label]).astype(np.float64)
+            logits = logits[len(prompt) - 1 : -1]
+            log_sums = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1)
+            row.append(np.mean([logits[i, t] for i, t in enumerate(label)] - log_sums))
+        expected.append(row)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert len({round(x, 3) for row in found for x in row}) > 3
 
 
 def test_generation_of_equal_prompts_and_of_one_prompt(answering: DeviceModel) -> None:

@@ -131,7 +131,7 @@ class ChatEncoder:
             answer = user.history[i].fields.get(gold, "")
             if not text.strip() or not answer.strip():
                 continue
-            answers.append(self._ids_of_answer(answer))
+            answers.append(self.answer_ids(answer))
             retrieved = history.retrieve(before + text + after, k, before=n_earlier)
             room = self.protocol.max_tokens - len(answers[-1])
             where = f"user {user.id!r}, record {i}"
@@ -202,7 +202,8 @@ class ChatEncoder:
             ids.pop()
         return Example((*ids, self.tokenizer.eos_token_id), 1)
 
-    def _ids_of_answer(self, answer: str) -> list[int]:
+    def answer_ids(self, answer: str) -> list[int]:
+        """Token ids of an answer behind a prompt, its EOS included."""
         if answer not in self._answer_ids:
             self._answer_ids[answer] = [*self._ids(answer), self.eos_token_id]
         return self._answer_ids[answer]

@@ -184,6 +184,10 @@ class OppuEncoder:
         )
         return history, documents
 
+    def answer_ids(self, answer: str) -> list[int]:
+        """Token ids of an answer behind a prompt, its EOS included."""
+        return [*self._ids_of_answer(answer), self.eos_token_id]
+
     def _ids_of_answer(self, answer: str) -> list[int]:
         if answer not in self._answer_ids:
             self._answer_ids[answer] = encode(self.tokenizer, [" " + answer])[0]
