@@ -289,7 +289,10 @@ def test_sweep_over_blocks_shares_the_first_stages(runs: Runs) -> None:
     assert "sweep: 2 runs side by side" in done.stdout
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_interrupted_run_continues(
     runs: Runs, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
