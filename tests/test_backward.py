@@ -316,6 +316,7 @@ def test_dense_weights_that_leave_no_memory_are_not_chosen(
     assert chosen.notes == ["resident: 0.0 GB of 0.0 GB, more than half"]
 
 
+@pytest.mark.slow
 def test_a_child_measures_the_same_checks(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

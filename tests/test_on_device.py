@@ -366,6 +366,7 @@ def _peak(model: DeviceModel, **options: Any) -> tuple[Training, float]:
     return training, training.rows[-1]["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_recomputing_blocks_takes_the_memory_that_was_predicted(deep_dir: Path) -> None:
     model = DeviceModel(deep_dir, DEEP)
     whole, alone = (trainer._Batch(LONG[:n], 0) for n in (4, 1))
@@ -676,6 +677,7 @@ print(len(training.rows), flush=True)
     assert (work / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_over_a_hundred_users(base_dir: Path, tmp_path: Path) -> None:
     recipe = replace(RECIPE, blocks=2, accumulation=2)
     model = DeviceModel(base_dir, recipe)
