@@ -148,11 +148,11 @@ def _dense_bytes(layers: Sequence[Layer], dtype: str) -> int:
     return sum(item * layer.count * layer.n_out * layer.n_in for layer in layers)
 
 
-def _memory_bytes() -> int:
+def _memory_bytes() -> float:
     from on_device import kernel
 
     limits = kernel.limits()
-    return limits.get("max_recommended_working_set_size") or max(limits.values(), default=0)
+    return limits.get("max_recommended_working_set_size") or max(limits.values(), default=math.inf)
 
 
 # The command line

@@ -47,7 +47,7 @@ class Pipeline:
         self._method_outputs: dict[str, dict[str, str]] = {}  # by arm and query id
         self._peak_with_child = 0  # bytes
         self._loaded: tuple[str, Any] | None = None
-        self._base_hash = ""  # of what is loaded
+        self._base_hash: str | None = None  # of what is loaded, once something is trained on it
 
     def execute(self, progress: Progress) -> None:
         """Computes what is missing, in order; each unit is kept as soon as it is done."""
@@ -147,6 +147,7 @@ class Pipeline:
         from on_device.trainer import train_user_adapter
 
         model, device = self._device_model(True), self.plan.config.on_device
+        self._base_hash = self._base_hash or model.base_hash()
         work_dir = self.plan.store.work_path(unit.stage, unit.key)
         with _step_bar(progress, "  step") as show_step:
             training = train_user_adapter(
@@ -186,7 +187,12 @@ class Pipeline:
         encoder, labels = self.plan.encoder, self.plan.label_ids
         if labels is not None:
             rows = []
-            for found in label_log_likelihoods(model, prompts, list(labels.values())):
+            for found in label_log_likelihoods(
+                model,
+                prompts,
+                list(labels.values()),
+                tokens_per_pass=self.plan.config.executor.tokens_per_pass,
+            ):
                 by_label = dict(zip(labels, found, strict=True))
                 best = max(by_label, key=by_label.__getitem__)
                 rows.append({"output": best, "finished": True, "log_likelihoods": by_label})
@@ -215,8 +221,8 @@ class Pipeline:
             self._loaded = None  # frees the other base first
             recipe = self.plan.recipe if task_adapter else None
             base_dir = self.plan.store.path(unit.stage, unit.key)
-            model = DeviceModel(base_dir, recipe, path=self.plan.backward.path)
-            self._loaded, self._base_hash = (name, model), model.base_hash()
+            self._loaded = name, DeviceModel(base_dir, recipe, path=self.plan.backward.path)
+            self._base_hash = None
         return self._loaded[1]
 
     # What comes out

@@ -275,6 +275,8 @@ class Plan:
     @cached_property
     def prediction_units(self) -> dict[tuple[str, str], Unit]:
         """The answers of one arm to one user's queries, by arm and user id."""
+        if not self.base_units:
+            return {}
         shared = {
             "version": STAGE_VERSION,
             "packages": environment.versions("mlx", "mlx-lm"),

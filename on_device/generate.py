@@ -66,6 +66,8 @@ def label_log_likelihoods(
     device_model: DeviceModel,
     prompts: Sequence[Sequence[int]],
     labels: Sequence[Sequence[int]],
+    *,
+    tokens_per_pass: int,
 ) -> list[list[float]]:
     """How likely each label is as the answer to each prompt: the mean over its tokens.
 
@@ -73,6 +75,8 @@ def label_log_likelihoods(
         device_model: a model; its adapter, if it has one, is in effect.
         prompts: token ids, none empty.
         labels: token ids of each label, its EOS included.
+        tokens_per_pass: bounds the labels computed together, by the tokens of the prompt that each
+            of them attends to, and their own.
 
     Returns:
         A row per prompt, with log-likelihoods per token in nats, those of `labels` in their order.
@@ -82,27 +86,41 @@ def label_log_likelihoods(
     """
     n_common = n_common_tokens(prompts)
     common = _prefill(device_model, prompts[0][:n_common]) if n_common else None
-    read = _padded_right([label[:-1] for label in labels])  # (N, T − 1)
-    targets = _padded_right(labels)  # (N, T)
-    lengths = mx.array([len(label) for label in labels])
-    weights = mx.arange(targets.shape[1]) < lengths[:, None]
-    rows = []
+    longest = max(map(len, labels))
+    found = []
     for prompt in prompts:
         cache = [
             BatchKVCache.merge([c]) if common else BatchKVCache([0])
             for c in common or device_model.blocks
         ]
         states = device_model.model.model(mx.array(prompt[n_common:])[None], cache=cache)[:, -1:]
-        first = mx.broadcast_to(device_model.head(states), (len(labels), 1, device_model.n_tokens))
-        logits = [first]
-        if read.shape[1]:
-            cache = [BatchKVCache.merge([c.extract(0)] * len(labels)) for c in cache]
-            logits.append(device_model.head(device_model.model.model(read, cache=cache)))
-        losses = nn.losses.cross_entropy(
-            mx.concatenate(logits, axis=1).astype(mx.float32), targets, reduction="none"
-        )
-        rows.append((-(losses * weights).sum(axis=1) / lengths).tolist())
-    return rows
+        first, read = device_model.head(states), [c.extract(0) for c in cache]  # (1, 1, V)
+        n_at_once = max(1, tokens_per_pass // (len(prompt) + longest))
+        row: list[float] = []
+        for start in range(0, len(labels), n_at_once):
+            row += _mean_log_likelihoods(device_model, first, read, labels[start:][:n_at_once])
+        found.append(row)
+    return found
+
+
+def _mean_log_likelihoods(
+    device_model: DeviceModel,
+    first: mx.array,
+    read: Sequence[KVCache],
+    labels: Sequence[Sequence[int]],
+) -> list[float]:
+    """Of labels computed together, behind the prompt that is in `read`; `first`: its logits."""
+    targets = _padded_right(labels)  # (N, T)
+    lengths = mx.array([len(label) for label in labels])
+    logits = mx.broadcast_to(first, (len(labels), 1, first.shape[-1]))
+    if targets.shape[1] > 1:
+        cache = [BatchKVCache.merge([c] * len(labels)) for c in read]
+        rest = device_model.head(device_model.model.model(targets[:, :-1], cache=cache))
+        logits = mx.concatenate([logits, rest], axis=1)
+    losses = nn.losses.cross_entropy(logits.astype(mx.float32), targets, reduction="none")
+    weights = mx.arange(targets.shape[1]) < lengths[:, None]
+    means: list[float] = (-(losses * weights).sum(axis=1) / lengths).tolist()
+    return means
 
 
 def _padded_right(rows: Sequence[Sequence[int]]) -> mx.array:

@@ -7,6 +7,7 @@ a gradient dX[M, N] = dY[M, K] · W[K, N] through a layer of K outputs and N inp
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,8 +61,8 @@ class Check:
 
     Attributes:
         case: which.
-        error: the largest error over the largest magnitude of the reference; infinite if a value
-            is not finite.
+        error: the largest error over the largest magnitude of the reference; the largest float if
+            a value is not finite, as JSON has no word for infinity.
         mistake: what the wrong values look like; "" if the gradient is right.
     """
 
@@ -104,7 +105,7 @@ def _check(make: MakeLayer, dtype: str, case: Case) -> Check:
     _, gradients = mx.vjp(make(layer), [primal], [cotangent])
     found = np.array(gradients[0].astype(mx.float32))
     if found.shape != expected.shape or not np.isfinite(found).all():
-        return Check(case, float("inf"), "not finite")
+        return Check(case, sys.float_info.max, "not finite")
     errors = np.abs(found - expected) / np.abs(expected).max()
     return Check(case, float(errors.max()), _mistake(found, expected, errors > TOLERANCE[dtype]))
 
@@ -140,9 +141,7 @@ def _mistake(found: np.ndarray, expected: np.ndarray, wrong: np.ndarray) -> str:
     return "wrong everywhere, as in a wrong layout of the weights"
 
 
-def time_paths(
-    layers: Sequence[Layer], dtype: str, paths: Sequence[str] = BACKWARD_PATHS
-) -> dict[str, float]:
+def time_paths(layers: Sequence[Layer], dtype: str, paths: Sequence[str]) -> dict[str, float]:
     """Seconds of a model's frozen products, forward and backward, for a prompt of 64 tokens.
 
     The paths take turns, layer by layer, so that a slower spell of the machine falls on all.

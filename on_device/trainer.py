@@ -122,13 +122,11 @@ def train_user_adapter(
                 stopped = f"step {step + 1} of {len(windows)}: {stopped}"
                 device_model.set_adapter(state.good)
                 return Training(state.rows, stopped, state.checkpoint, state.predicted_peak_bytes)
-            before, rate = (
-                state.adapter,
-                recipe.learning_rate
-                * learning_rate_factor(step, len(windows), recipe.warmup_ratio, recipe.schedule),
+            rate = recipe.learning_rate * learning_rate_factor(
+                step, len(windows), recipe.warmup_ratio, recipe.schedule
             )
             optimizer.learning_rate = rate
-            adapter = optimizer.apply_gradients(gradients, before)
+            adapter = optimizer.apply_gradients(gradients, state.adapter)
             mx.eval(adapter, optimizer.state)
             device_model.set_adapter(adapter)
             n_tokens = sum(len(example.tokens) for example in window)
@@ -145,7 +143,7 @@ def train_user_adapter(
                 state,
                 step=step + 1,
                 adapter=adapter,
-                good=before,
+                good=state.adapter,
                 optimizer=_copy(optimizer.state),
                 rows=(*state.rows, row),
             )

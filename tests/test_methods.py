@@ -294,6 +294,8 @@ def test_a_run_without_a_model(
     assert "Traceback (most recent call last)" in output
     assert not list(output_dir.glob("movie_tagging/*"))
 
+    # Nor is the device examined, for whom MLX computes nothing.
+    monkeypatch.setattr("lamp_eval.plan.choose_backward", None)
     code, output = run([*options, "arms=[mine]"], monkeypatch, capfd)
     assert code == 0, output
     assert "mine: mine:answer (mine 1.5), called each time" in output

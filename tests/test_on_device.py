@@ -839,12 +839,13 @@ def test_generation_bounds_the_tokens_computed_together(
 
 @pytest.mark.parametrize("n_common", [0, 1, 18])
 @pytest.mark.parametrize("lengths", [[2, 2, 2], [5, 1, 3, 2], [1]])
+@pytest.mark.parametrize("tokens_per_pass", [1, 80, 2048])
 def test_likelihoods_of_labels_are_those_of_whole_sequences(
-    answering: DeviceModel, n_common: int, lengths: list[int]
+    answering: DeviceModel, n_common: int, lengths: list[int], tokens_per_pass: int
 ) -> None:
     prompts = _prompts(n_common)
     labels = [_tokens(n, 40 + i) for i, n in enumerate(lengths)]
-    found = label_log_likelihoods(answering, prompts, labels)
+    found = label_log_likelihoods(answering, prompts, labels, tokens_per_pass=tokens_per_pass)
     expected = []
     for prompt in prompts:
         row = []
