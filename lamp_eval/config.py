@@ -98,8 +98,9 @@ class TaskAdapterConfig:
 
 @dataclass
 class UserAdapterConfig:
-    """Stage 2: LoRA on one user's history (MLX)."""
+    """Stage 2: LoRA on one user's history."""
 
+    backend: str = "mlx"  # mlx | torch: who trains; answers are always MLX's
     rank: int = 8
     alpha: float = 16
     projections: list[str] = field(default_factory=list)
@@ -135,7 +136,7 @@ class QuantizationConfig:
 class ExecutorConfig:
     """Where it runs."""
 
-    torch_device: str = "auto"  # auto | cpu | cuda | mps: stage 1 and the merge
+    torch_device: str = "auto"  # auto | cpu | cuda | mps: stage 1, adapter.user.backend=torch
     tokens_per_pass: int = 2048  # computed together, padding included; the memory grows with it
 
 
@@ -282,6 +283,7 @@ def check(config: RunConfig) -> None:
     budget = config.on_device.memory_budget_gb
     need(budget is None or budget > 0, "on_device.memory_budget_gb", budget, "a number above 0")
     at_least("on_device.save_every", config.on_device.save_every, 1)
+    one_of("adapter.user.backend", config.adapter.user.backend, ("mlx", "torch"))
     one_of("executor.torch_device", config.executor.torch_device, ("auto", "cpu", "cuda", "mps"))
     at_least("executor.tokens_per_pass", config.executor.tokens_per_pass, 1)
 

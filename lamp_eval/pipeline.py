@@ -22,6 +22,7 @@ from lamp_eval.records import Prediction, User
 from lamp_eval.results import StageRecord
 from lamp_eval.schedule import TrainingStep
 from lamp_eval.store import key_hash
+from lamp_eval.training import Training
 
 # How torch and MLX say that a CPU or GPU has no more memory. (MLX on a Linux CPU crashes.)
 _NO_MEMORY = ("can't allocate memory", "out of memory", "[metal::malloc]", "Insufficient Memory")
@@ -51,6 +52,7 @@ class Pipeline:
 
     def execute(self, progress: Progress) -> None:
         """Computes what is missing, in order; each unit is kept as soon as it is done."""
+        adapters, torch_trains = list(self.plan.user_units.values()), self._torch_trains()
         with self.plan.child:
             if self.plan.task_unit:
                 self._build(
@@ -59,11 +61,12 @@ class Pipeline:
             bases = list(self.plan.base_units.values())
             if bases:
                 self._build(progress, bases, "merge and quantize", self._build_base)
+            if adapters and torch_trains:
+                self._build(progress, adapters, "user adapters", self._train_user_adapter)
         if any(not stage.reused for stage in self.stages):  # the child and ours beside it as one
             both = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
             self._peak_with_child = sum(environment.peak_memory_bytes(who) for who in both)
-        adapters = list(self.plan.user_units.values())
-        if adapters:
+        if adapters and not torch_trains:
             self._build(progress, adapters, "user adapters", self._train_user_adapter)
         for name in (name for name in self.plan.arms if name not in self.plan.methods):
             answers = [self.plan.prediction_units[name, user.id] for user in self.plan.corpus.users]
@@ -144,31 +147,58 @@ class Pipeline:
         (folder / "parity.json").write_text(json.dumps({"parity_error": error}) + "\n")
 
     def _train_user_adapter(self, unit: Unit, folder: Path, progress: Progress, bar: Any) -> None:
+        train = self._train_with_torch if self._torch_trains() else self._train_with_mlx
+        with _step_bar(progress, "  step") as show_step:
+            training = train(unit, folder, show_step)
+        about = {name: value for name, value in asdict(training).items() if name != "rows"}
+        rows = [json.dumps(row) + "\n" for row in training.rows]
+        (folder / METRICS).write_text("".join(rows))
+        (folder / TRAINING).write_text(json.dumps(about) + "\n")
+
+    def _torch_trains(self) -> bool:
+        return self.plan.recipe.backend == "torch"
+
+    def _train_with_mlx(
+        self, unit: Unit, folder: Path, show_step: Callable[[TrainingStep], None]
+    ) -> Training:
         from on_device.trainer import train_user_adapter
 
         model, device = self._device_model(True), self.plan.config.on_device
         self._base_hash = self._base_hash or model.base_hash()
         work_dir = self.plan.store.work_path(unit.stage, unit.key)
-        with _step_bar(progress, "  step") as show_step:
-            training = train_user_adapter(
-                model,
-                self.plan.inputs.user_examples(self.plan.users[unit.what]),
-                self.plan.recipe,
-                seed=unit.key["seed"],
-                tokens_per_pass=self.plan.config.executor.tokens_per_pass,
-                report=show_step,
-                state_path=work_dir / "state.safetensors",
-                save_every=device.save_every,
-                checkpoint=device.checkpoint,
-                memory_budget_gb=device.memory_budget_gb,
-            )
+        training: Training = train_user_adapter(
+            model,
+            self.plan.inputs.user_examples(self.plan.users[unit.what]),
+            self.plan.recipe,
+            seed=unit.key["seed"],
+            tokens_per_pass=self.plan.config.executor.tokens_per_pass,
+            report=show_step,
+            state_path=work_dir / "state.safetensors",
+            save_every=device.save_every,
+            checkpoint=device.checkpoint,
+            memory_budget_gb=device.memory_budget_gb,
+        )
         if model.base_hash() != self._base_hash:
             raise RuntimeError(f"the base has changed while {unit.what!r} was trained")
         model.save_adapter(folder, self.plan.recipe)
-        about = {name: value for name, value in asdict(training).items() if name != "rows"}
-        rows = [json.dumps(row) + "\n" for row in training.rows]
-        (folder / METRICS).write_text("".join(rows))
-        (folder / TRAINING).write_text(json.dumps(about) + "\n")
+        return training
+
+    def _train_with_torch(
+        self, unit: Unit, folder: Path, show_step: Callable[[TrainingStep], None]
+    ) -> Training:
+        base = self.plan.base_units[True]
+        training: Training = self.plan.child.run(
+            "recipes.user_adapter:train_user_adapter",
+            self.plan.store.path(base.stage, base.key),
+            self.plan.inputs.user_examples(self.plan.users[unit.what]),
+            self.plan.recipe,
+            seed=unit.key["seed"],
+            device=self.plan.torch_device,
+            tokens_per_pass=self.plan.config.executor.tokens_per_pass,
+            adapter_dir=folder,
+            report=show_step,
+        )
+        return training
 
     def _generate(self, unit: Unit, folder: Path, progress: Progress, bar: Any) -> None:
         from on_device.generate import generate, label_log_likelihoods

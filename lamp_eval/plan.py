@@ -33,7 +33,7 @@ from lamp_eval.store import Store, key_hash
 from lamp_eval.tasks import Task
 
 # Raised when a stage computes something else from the same inputs: older outputs are left alone.
-STAGE_VERSION = 2
+STAGE_VERSION = 3
 
 Key = dict[str, Any]
 
@@ -241,17 +241,21 @@ class Plan:
             return {}
         shared = {
             "version": STAGE_VERSION,
-            "packages": environment.versions("mlx", "mlx-lm"),
             "base": key_hash(self.base_units[True].key),
             "recipe": asdict(self.recipe),
-            "device": environment.mlx_device(),
-            "backward": self.backward.path,
-            "checkpoint": [
-                self.config.on_device.checkpoint,
-                self.config.on_device.memory_budget_gb,
-            ],
             "tokens_per_pass": self.config.executor.tokens_per_pass,
         }
+        if self.recipe.backend == "torch":
+            packages = environment.versions("torch", "transformers", "peft", "mlx", "mlx-lm")
+            shared |= {"packages": packages, "device": self.torch_device}
+        else:
+            device = self.config.on_device
+            shared |= {
+                "packages": environment.versions("mlx", "mlx-lm"),
+                "device": environment.mlx_device(),
+                "backward": self.backward.path,
+                "checkpoint": [device.checkpoint, device.memory_budget_gb],
+            }
         return {
             user.id: Unit(
                 "user_adapters",

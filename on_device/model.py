@@ -18,6 +18,7 @@ from mlx_lm.utils import load_model
 
 from lamp_eval.config import UserAdapterConfig, n_adapted_blocks
 from lamp_eval.errors import UserError
+from lamp_eval.training import initial_values
 from on_device import cpu
 from on_device.backward import use_path
 
@@ -140,20 +141,13 @@ class DeviceModel:
         self.model.update(tree_unflatten(list(tensors.items())))
 
     def reset_adapter(self, seed: int) -> None:
-        """A fresh adapter: A uniform in ±1/√fan_in as in PEFT and mlx-lm, B zero.
-
-        With B zero the model answers exactly like its base.
-        """
-        key = mx.random.key(seed)
-        tensors = {}
-        for name, old in sorted(self.adapter().items()):
-            if name.endswith("lora_a"):
-                key, own = mx.random.split(key)
-                bound = old.shape[0] ** -0.5
-                tensors[name] = mx.random.uniform(-bound, bound, old.shape, key=own)
-            else:
-                tensors[name] = mx.zeros(old.shape)
-        self.set_adapter(tensors)
+        """A fresh adapter, see `initial_values`; the model then answers exactly like its base."""
+        self.set_adapter(
+            {
+                name: mx.array(initial_values(name, old.shape, seed))
+                for name, old in self.adapter().items()
+            }
+        )
 
     def save_adapter(self, adapter_dir: Path, recipe: UserAdapterConfig) -> None:
         """Writes the adapter in mlx-lm's format."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,9 @@ from mlx.optimizers import AdamW, clip_grad_norm
 from mlx.utils import tree_flatten, tree_map
 
 from lamp_eval.config import UserAdapterConfig
-from lamp_eval.errors import UserError, raise_if_any
 from lamp_eval.records import Example, n_common_tokens, passes
 from lamp_eval.schedule import TrainingStep, learning_rate_factor
+from lamp_eval.training import Training, check_examples, trouble, windows
 from on_device.memory import PeakLaw, choose_checkpoint, measured_law
 from on_device.model import DeviceModel
 from on_device.resume import TrainingState, load_state
@@ -27,24 +25,6 @@ from on_device.resume import TrainingState, load_state
 KEPT_STATES_BYTES = 512 * 2**20
 # Long products are faster than short ones: worth a tenth more tokens, as padding.
 MAX_PADDED = 1.1
-
-
-@dataclass(frozen=True)
-class Training:
-    """How the training of one adapter went.
-
-    Attributes:
-        rows: per optimizer step `step`, `loss` (nats per answer token), `learning_rate`,
-            `gradient_norm` (before clipping), `tokens`, `seconds`, `peak_bytes` (MLX's).
-        stopped: why it ended before its last step; None: it did not.
-        checkpoint: blocks that were recomputed at a time; None: none.
-        predicted_peak_bytes: see `on_device.memory`; None without a budget.
-    """
-
-    rows: tuple[dict[str, float], ...]
-    stopped: str | None
-    checkpoint: int | None = None
-    predicted_peak_bytes: float | None = None
 
 
 def train_user_adapter(
@@ -87,7 +67,7 @@ def train_user_adapter(
     Raises:
         UserError: an example without an answer, a damaged state, or a budget that is too small.
     """
-    _check_examples(examples)
+    check_examples(examples)
     state = load_state(state_path) if state_path else None
     device_model.reset_adapter(seed)
     optimizer = AdamW(
@@ -99,12 +79,12 @@ def train_user_adapter(
     )
     adapter = device_model.adapter()
     optimizer.init(adapter)
-    windows = _windows(examples, recipe, seed)
+    steps = windows(examples, recipe, seed)
     if state is None:
         group, predicted = (checkpoint if isinstance(checkpoint, int) else None), None
         if checkpoint == "auto" and memory_budget_gb is not None:
             group, predicted = _for_budget(
-                device_model, windows, tokens_per_pass, 1e9 * memory_budget_gb
+                device_model, steps, tokens_per_pass, 1e9 * memory_budget_gb
             )
         start_optimizer = _copy(optimizer.state)
         state = TrainingState(0, adapter, adapter, start_optimizer, (), group, predicted)
@@ -113,17 +93,17 @@ def train_user_adapter(
     gradients_of = _gradients_of(device_model, tokens_per_pass, state.checkpoint)
     mx.reset_peak_memory()
     try:
-        for step, window in enumerate(windows[state.step :], start=state.step):
+        for step, window in enumerate(steps[state.step :], start=state.step):
             start = time.perf_counter()
             mean_loss, gradients = gradients_of(window)
             gradients, norm = clip_grad_norm(gradients, recipe.clip_norm)
-            stopped = _trouble(mean_loss, norm.item(), state.rows, device_model.n_tokens)
+            stopped = trouble(mean_loss, norm.item(), state.rows, device_model.n_tokens)
             if stopped:
-                stopped = f"step {step + 1} of {len(windows)}: {stopped}"
+                stopped = f"step {step + 1} of {len(steps)}: {stopped}"
                 device_model.set_adapter(state.good)
                 return Training(state.rows, stopped, state.checkpoint, state.predicted_peak_bytes)
             rate = recipe.learning_rate * learning_rate_factor(
-                step, len(windows), recipe.warmup_ratio, recipe.schedule
+                step, len(steps), recipe.warmup_ratio, recipe.schedule
             )
             optimizer.learning_rate = rate
             adapter = optimizer.apply_gradients(gradients, state.adapter)
@@ -147,57 +127,14 @@ def train_user_adapter(
                 optimizer=_copy(optimizer.state),
                 rows=(*state.rows, row),
             )
-            if state_path and state.step % save_every == 0 and state.step < len(windows):
+            if state_path and state.step % save_every == 0 and state.step < len(steps):
                 state.save(state_path)
-            report(TrainingStep(step + 1, len(windows), mean_loss, n_tokens))
+            report(TrainingStep(step + 1, len(steps), mean_loss, n_tokens))
     except BaseException:  # Ctrl-C above all: what is done is kept
         if state_path and state.step:
             state.save(state_path)
         raise
     return Training(state.rows, None, state.checkpoint, state.predicted_peak_bytes)
-
-
-def _check_examples(examples: Sequence[Example]) -> None:
-    raise_if_any(
-        [
-            UserError(
-                expected="a prompt, and an answer of at least one token behind it",
-                found=f"{len(example.tokens)} tokens, the answer from {example.answer_start} on",
-                where=f"stage 2, example {i}",
-                fix="correct or leave out the record",
-            )
-            for i, example in enumerate(examples)
-            if not 0 < example.answer_start < len(example.tokens)
-        ]
-    )
-
-
-def _windows(
-    examples: Sequence[Example], recipe: UserAdapterConfig, seed: int
-) -> list[list[Example]]:
-    """The examples of each optimizer step; a window never crosses the end of an epoch."""
-    rng, windows = random.Random(seed), []
-    for _ in range(recipe.epochs):
-        order = rng.sample(range(len(examples)), len(examples))
-        for start in range(0, len(order), recipe.accumulation):
-            windows.append([examples[i] for i in order[start : start + recipe.accumulation]])
-    return windows
-
-
-def _trouble(
-    loss: float, gradient_norm: float, rows: Sequence[Mapping[str, float]], n_tokens: int
-) -> str | None:
-    """Why training should not go on.
-
-    A loss explodes if it is thrice the first one and twice that of a guess among all tokens.
-    """
-    if not math.isfinite(loss):
-        return f"the loss is {loss}"
-    if not math.isfinite(gradient_norm):
-        return f"the gradient's norm is {gradient_norm}"
-    if rows and loss > max(3 * rows[0]["loss"], 2 * math.log(n_tokens)):
-        return f"the loss went from {rows[0]['loss']:.3g} to {loss:.3g} nats"
-    return None
 
 
 def _copy(state: dict[str, Any]) -> dict[str, Any]:
@@ -258,15 +195,15 @@ def _loss_sum(
 
 def _for_budget(
     device_model: DeviceModel,
-    windows: Sequence[Sequence[Example]],
+    steps: Sequence[Sequence[Example]],
     tokens_per_pass: int,
     budget: float,
 ) -> tuple[int | None, float]:
     """The group size for a budget, and the predicted peak."""
-    batches = (batch for window in windows for batch in _batches(window, tokens_per_pass))
+    batches = (batch for window in steps for batch in _batches(window, tokens_per_pass))
     largest = max(batches, key=lambda batch: batch.n_tokens)
     whole = _law(device_model, largest, recomputed=False)
-    longest = max((x for window in windows for x in window), key=lambda x: len(x.tokens))
+    longest = max((x for window in steps for x in window), key=lambda x: len(x.tokens))
     alone = _law(device_model, _Batch([longest], 0), recomputed=True)
     group = choose_checkpoint(whole, alone, budget)
     return group, (whole if group is None else alone).peak(group)

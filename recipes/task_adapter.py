@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from lamp_eval.config import TaskAdapterConfig
 from lamp_eval.errors import UserError
-from lamp_eval.records import Example, n_common_tokens, passes
+from lamp_eval.records import Example, passes
 from lamp_eval.schedule import TrainingStep, learning_rate_factor, n_task_steps
-
-IGNORED = -100  # the label of tokens without loss
+from recipes.lora import dtype_on, loss_sum, with_lora
 
 
 def train_task_adapter(
@@ -49,19 +48,8 @@ def train_task_adapter(
         UserError: the loss is not finite, or a projection does not exist.
     """
     torch.manual_seed(seed)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(device)
-    names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
-    missing = [name for name in recipe.projections if name not in names]
-    if missing:
-        raise UserError(
-            expected="projections of the model: "
-            + ", ".join(sorted(name for name in names if name.endswith("_proj"))),
-            found=", ".join(missing),
-            where="option adapter.task.projections",
-            fix="name projections that the model has",
-        )
-    model = get_peft_model(
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype_on(device)).to(device)
+    model = with_lora(
         model,
         LoraConfig(
             r=recipe.rank,
@@ -70,6 +58,7 @@ def train_task_adapter(
             target_modules=list(recipe.projections),
             task_type="CAUSAL_LM",
         ),
+        option="adapter.task",
     )
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -83,7 +72,7 @@ def train_task_adapter(
             group["lr"] = recipe.learning_rate * factor
         n_supervised, loss = sum(example.n_supervised_tokens for example in batch), 0.0
         for part in passes(batch, tokens_per_pass):
-            mean = _loss_sum(model, part, device) / n_supervised
+            mean = loss_sum(model, part, device) / n_supervised
             mean.backward()
             loss += mean.item()
         if not math.isfinite(loss):
@@ -113,47 +102,3 @@ def _batches(
             for start in range(0, len(order), batch_size)
         ]
     return batches[:n_steps]
-
-
-def _loss_sum(model: torch.nn.Module, batch: Sequence[Example], device: str) -> torch.Tensor:
-    """Summed cross-entropy over the answer tokens of a batch.
-
-    The prompts' common beginning, most of a short prompt, is computed once and its keys and values
-    are shared by all rows; gradients flow through it from every row. The rest is padded on the
-    left, so all answers end in the last column and the head, a fifth of a small model's work, is
-    computed for the last `n_kept` columns only.
-    """
-    n_common = n_common_tokens([example.tokens[: example.answer_start] for example in batch])
-    length = max(len(example.tokens) for example in batch) - n_common
-    n_kept = max(example.n_supervised_tokens for example in batch) + 1
-    tokens = torch.zeros((len(batch), length), dtype=torch.long)  # (B, T)
-    mask = torch.zeros((len(batch), n_common + length), dtype=torch.long)
-    mask[:, :n_common] = 1
-    labels = torch.full((len(batch), n_kept - 1), IGNORED)  # (B, K − 1)
-    for row, example in enumerate(batch):
-        own = example.tokens[n_common:]
-        tokens[row, length - len(own) :] = torch.tensor(own)
-        mask[row, n_common + length - len(own) :] = 1
-        labels[row, n_kept - 1 - example.n_supervised_tokens :] = torch.tensor(
-            example.tokens[example.answer_start :]
-        )
-    shared = None
-    if n_common:
-        prefix = torch.tensor([batch[0].tokens[:n_common]]).to(device)
-        shared = model(input_ids=prefix, use_cache=True, logits_to_keep=1).past_key_values
-        shared.batch_repeat_interleave(len(batch))
-    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, n_common:]
-    logits = model(
-        input_ids=tokens.to(device),
-        attention_mask=mask.to(device),
-        position_ids=positions.to(device),
-        past_key_values=shared,
-        logits_to_keep=n_kept,
-        use_cache=shared is not None,
-    ).logits[:, :-1]  # (B, K − 1, V)
-    return torch.nn.functional.cross_entropy(
-        logits.float().flatten(0, 1),
-        labels.to(device).flatten(),
-        ignore_index=IGNORED,
-        reduction="sum",
-    )

@@ -385,13 +385,13 @@ def test_a_user_whose_training_is_stopped_stops_nobody_else(
         shutil.copytree(runs.output_dir / "stages" / stage, output_dir / "stages" / stage)
     from on_device import trainer
 
-    real, calls = trainer._trouble, []
+    real, calls = trainer.trouble, []
 
     def trouble(loss: float, norm: float, rows: Any, n_tokens: int) -> str | None:
         calls.append(loss)
         return real(float("nan") if len(calls) == 4 else loss, norm, rows, n_tokens)
 
-    monkeypatch.setattr(trainer, "_trouble", trouble)
+    monkeypatch.setattr(trainer, "trouble", trouble)
     monkeypatch.setattr(sys, "argv", ["lamp_eval", *runs.options(output_dir, arms="[task,user]")])
     for _ in range(2):  # the second time from disk
         main()

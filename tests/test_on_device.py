@@ -26,12 +26,13 @@ from lamp_eval.config import QuantizationConfig, UserAdapterConfig
 from lamp_eval.errors import UserError
 from lamp_eval.records import Example
 from lamp_eval.schedule import TrainingStep, learning_rate_factor, n_user_steps
+from lamp_eval.training import Training
 from on_device import trainer
 from on_device.generate import Answer, generate, label_log_likelihoods
 from on_device.memory import PeakLaw
 from on_device.model import CACHE_BYTES, WEIGHTS, DeviceModel
 from on_device.resume import load_state
-from on_device.trainer import Training, train_user_adapter
+from on_device.trainer import train_user_adapter
 from recipes.base import build_base
 
 NONE = QuantizationConfig(name="none", bits=None, embedding_bits=None)

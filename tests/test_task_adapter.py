@@ -25,10 +25,8 @@ from lamp_eval.records import Example, passes
 from lamp_eval.schedule import TrainingStep, n_task_steps
 from on_device.model import DeviceModel
 from recipes.base import build_base
-from recipes.task_adapter import (
-    _loss_sum,
-    train_task_adapter,
-)
+from recipes.lora import loss_sum
+from recipes.task_adapter import train_task_adapter
 
 NONE = QuantizationConfig(name="none", bits=None, embedding_bits=None)
 RECIPE = TaskAdapterConfig(
@@ -130,7 +128,7 @@ def test_loss_and_gradients_equal_the_plain_computation(
     assert len(parts) == (1 if tokens_per_pass > 1 else n_examples)
     found = torch.tensor(0.0)
     for part in parts:
-        mean = _loss_sum(model, part, "cpu") / n_supervised
+        mean = loss_sum(model, part, "cpu") / n_supervised
         mean.backward()
         found = found + mean.detach()
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
