@@ -19,7 +19,7 @@ from rich.console import Console
 
 from lamp_eval import display
 from lamp_eval.compose import CONF_DIR
-from lamp_eval.config import RunConfig
+from lamp_eval.config import KernelAbConfig, RunConfig
 from lamp_eval.errors import UserError, fail
 from lamp_eval.published import paper_table
 from lamp_eval.results import RunRecord, write_csv
@@ -147,7 +147,7 @@ def _option_names() -> list[str]:
             if isinstance(child, DictConfig) and not child._is_missing():
                 walk(child, f"{prefix}{key}.")
 
-    walk(OmegaConf.structured(RunConfig), "")
+    walk(OmegaConf.structured(RunConfig(kernel_ab=KernelAbConfig())), "")
     return names
 
 
