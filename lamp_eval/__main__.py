@@ -31,6 +31,7 @@ console = Console(width=None if sys.stdout.isatty() else 120)
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
 def _job(composed: DictConfig) -> None:
+    from lamp_eval import measures
     from lamp_eval.run import report_data, run
 
     hydra_config = HydraConfig.get()
@@ -44,9 +45,13 @@ def _job(composed: DictConfig) -> None:
         if config.dry_run:
             from lamp_eval.dry_run import dry_run
 
-            dry_run(config, console)
+            if config.measure:
+                measures.dry_run(config, console)
+            else:
+                dry_run(config, console)
             return
-        _finished.append(run(config, run_dir, list(hydra_config.overrides.task), console))
+        work = measures.run if config.measure else run
+        _finished.append(work(config, run_dir, list(hydra_config.overrides.task), console))
     except UserError as error:  # kept from Hydra, which would print the overrides around it
         _mistakes.append(error)
     finally:
@@ -93,9 +98,9 @@ def main() -> None:
 
         rows = main_rows(row for record in _finished for row in record.leaderboard)
         shown = [row for row in rows if row["arm"] in ("user", "cross_user")] or rows
-        display.show_leaderboard(
-            console, shown, title=f"sweep: {len(_finished)} runs side by side", with_blocks=True
-        )
+        if shown:  # a sweep of measurements has no arms to show
+            title = f"sweep: {len(_finished)} runs side by side"
+            display.show_leaderboard(console, shown, title=title, with_blocks=True)
     if _mistakes:
         fail("\n".join(dict.fromkeys(str(mistake) for mistake in _mistakes)))
 

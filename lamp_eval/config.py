@@ -224,6 +224,7 @@ def check(config: RunConfig) -> None:
         need(len(config.arms) > 0, "arms", config.arms, f"at least one of {', '.join(ARMS)}")
     else:
         one_of("measure", config.measure, MEASURES)
+        need(not config.data.report, "data.report", True, "false: a run that measures has no data")
         need(not config.arms, "arms", config.arms, "[]: a run that measures evaluates no arms")
     need(len(set(config.arms)) == len(config.arms), "arms", config.arms, "each arm once")
     if {"user", "cross_user"} & set(config.arms):
