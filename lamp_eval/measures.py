@@ -22,7 +22,7 @@ from lamp_eval.config import RunConfig
 from lamp_eval.data import Corpus
 from lamp_eval.errors import UserError, raise_if_any
 from lamp_eval.layers import PROMPT_TOKENS
-from lamp_eval.pipeline import Pipeline
+from lamp_eval.pipeline import NO_MEMORY, Pipeline
 from lamp_eval.plan import Plan
 from lamp_eval.results import (
     Measurement,
@@ -80,7 +80,12 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
             pipeline.execute(progress)
             base_dir = Path(pipeline.stages[-1].path)
             before = time.perf_counter()
-            measurement, details = chosen.measure(plan, base_dir, progress)
+            try:
+                measurement, details = chosen.measure(plan, base_dir, progress)
+            except RuntimeError as error:
+                if any(words in str(error) for words in NO_MEMORY):
+                    raise _too_little_memory(config, str(error)) from error
+                raise
             measured_seconds = time.perf_counter() - before
     record = RunRecord(
         name=config.name,
@@ -150,6 +155,15 @@ def _show_header(plan: Plan, chosen: Measure, console: Console) -> None:
     say(f"  bases: {len(missing)} to do" if missing else "  bases: 0 to do, 1 reused")
     seconds = chosen.estimate_seconds(plan) + 5 * len(missing)
     say(f"  estimated time: {display.duration(seconds)}")
+
+
+def _too_little_memory(config: RunConfig, message: str) -> UserError:
+    return UserError(
+        expected="enough memory for the longest step",
+        found=message.splitlines()[0],
+        where=f"measure={config.measure}",
+        fix="measure shorter steps, or set on_device.checkpoint=1",
+    )
 
 
 # Two backward paths (Section 5.3)
@@ -231,6 +245,9 @@ def _measure_kernel_ab(
 
 MEASURES = {
     "kernel_ab": Measure(
-        _describe_kernel_ab, _estimate_kernel_ab, _check_kernel_ab, _measure_kernel_ab
-    )
+        describe=_describe_kernel_ab,
+        estimate_seconds=_estimate_kernel_ab,
+        check=_check_kernel_ab,
+        measure=_measure_kernel_ab,
+    ),
 }
