@@ -94,13 +94,7 @@ def main() -> None:
     if _finished and (suite := _finished[0].config["suite"]):
         _show_suite(suite)
     elif len(_finished) > 1:
-        from lamp_eval.leaderboard import main_rows
-
-        rows = main_rows(row for record in _finished for row in record.leaderboard)
-        shown = [row for row in rows if row["arm"] in ("user", "cross_user")] or rows
-        if shown:  # a sweep of measurements has no arms to show
-            title = f"sweep: {len(_finished)} runs side by side"
-            display.show_leaderboard(console, shown, title=title, with_blocks=True)
+        _show_sweep()
     if _mistakes:
         fail("\n".join(dict.fromkeys(str(mistake) for mistake in _mistakes)))
 
@@ -120,6 +114,25 @@ def _show_suite(suite: str) -> None:
     path = Path(_finished[0].config["output_dir"]) / f"{suite}.csv"
     write_csv(path, tuple(lines[0]), lines)
     console.print(f"table: {path}", style="bold", soft_wrap=True)
+
+
+def _show_sweep() -> None:
+    """The runs side by side; how far two backends agree, if that is what differs."""
+    from lamp_eval.agreement import agreement, backend_pairs, write_agreement
+    from lamp_eval.leaderboard import main_rows
+
+    found = [agreement(pair) for pair in backend_pairs(_finished)]
+    for one in found:
+        display.show_agreement(console, one)
+    if found:
+        path = write_agreement(Path(_finished[0].leaderboard[0]["run"]).parent, found)
+        console.print(f"by user: {path}", style="bold", soft_wrap=True)
+        return
+    rows = main_rows(row for record in _finished for row in record.leaderboard)
+    shown = [row for row in rows if row["arm"] in ("user", "cross_user")] or rows
+    if shown:  # measurements have no arms
+        title = f"sweep: {len(_finished)} runs side by side"
+        display.show_leaderboard(console, shown, title=title, with_blocks=True)
 
 
 def _composition_message(error: Exception) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -19,6 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lamp_eval.results import Measurement
+
+if TYPE_CHECKING:
+    from lamp_eval.agreement import Agreement
 
 
 class _SpeedColumn(TextColumn):
@@ -83,6 +87,32 @@ def show_leaderboard(
         style = "bold" if row["arm"] == "user" and row["reference"] == "task" else ""
         table.add_row(*([str(row["blocks"])] if with_blocks else []), *cells, style=style)
     console.print(table)
+
+
+def show_agreement(console: Console, found: Agreement) -> None:
+    """The gain with each backend's adapters, and how many answers differ."""
+    users = "SYNTHETIC users" if found.synthetic else "users"
+    table = Table(
+        title=f"{found.task}: one recipe, two backends, {len(found.users)} {users}",
+        title_justify="left",
+        title_style="bold",
+    )
+    for column in ("arm user against task", "mlx", "torch", "mlx − torch"):
+        table.add_column(column, justify="left" if column.startswith("arm") else "right")
+    ours, theirs, both = found.rows["mlx"], found.rows["torch"], asdict(found.comparison)
+    table.add_row(found.metric, *(_number(row["value"]) for row in (ours, theirs)),
+                  f"{both['delta']:+.3f}")  # fmt: skip
+    for name, *fields in (
+        ("Δ [95 %]", "delta", "ci_low", "ci_high"),
+        ("Δᵤ [95 %]", "delta_u", "ci_u_low", "ci_u_high"),
+    ):
+        low, high = fields[1:]
+        table.add_row(name, *(_interval(row, fields[0], low, high) for row in (ours, theirs, both)))
+    table.add_row("other answers", "", "", f"{found.share_different:.1%}")
+    if found.loss_difference is not None:
+        table.add_row("largest difference of a loss", "", "", f"{found.loss_difference:.1e}")
+    console.print(table)
+    console.print("the paper's phone and server: within one point of accuracy, 7.8% other answers")
 
 
 def show_paper_table(console: Console, name: str, lines: Sequence[Mapping[str, Any]]) -> None:

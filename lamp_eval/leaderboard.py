@@ -98,6 +98,7 @@ def leaderboard_rows(
             "quantization": None if chosen.method else config.quantization.name,
             "blocks": n_blocks if chosen.user_adapter else None,
             "rank": config.adapter.user.rank if chosen.user_adapter else None,
+            "backend": config.adapter.user.backend if chosen.user_adapter else None,
             "protocol": config.protocol.name,
             "decoding": None if chosen.method else _DECODING[config.protocol.decoding],
             "retrieval": config.protocol.retrieval if chosen.n_retrieved else None,

@@ -22,15 +22,14 @@ from lamp_eval.records import Prediction, User
 from lamp_eval.results import StageRecord
 from lamp_eval.schedule import TrainingStep
 from lamp_eval.store import key_hash
-from lamp_eval.training import Training
+from lamp_eval.training import METRICS, Training
 
 # How torch and MLX say that a CPU or GPU has no more memory. (MLX on a Linux CPU crashes.)
 NO_MEMORY = ("can't allocate memory", "out of memory", "[metal::malloc]", "Insufficient Memory")
 # How MLX and safetensors say that a disk or a quota is full, or a file too large.
 _NOT_WRITTEN = ("[write] Unable to write", "os error 28", "os error 122", "os error 27")
 
-# Beside a user adapter: a row for each optimizer step, and how its training ended.
-METRICS, TRAINING = "metrics.jsonl", "training.json"
+TRAINING = "training.json"  # beside a user adapter: how its training ended
 
 
 class Pipeline:

@@ -22,7 +22,8 @@ LEADERBOARD_COLUMNS = (
     "value", "reference_value", "delta", "ci_low", "ci_high", "delta_u", "ci_u_low", "ci_u_high",
     "p", "mde", "query_wins", "query_ties", "query_losses", "user_wins", "user_ties", "user_losses",
     "improves", "failed_parse_rate", "cut_rate", "model", "quantization", "blocks", "rank",
-    "protocol", "decoding", "retrieval", "k", "seed", "synthetic", "task_users", "commit", "run",
+    "backend", "protocol", "decoding", "retrieval", "k", "seed", "synthetic", "task_users",
+    "commit", "run",
 )  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from lamp_eval.config import UserAdapterConfig
 from lamp_eval.errors import UserError, raise_if_any
 from lamp_eval.records import Example
 
+METRICS = "metrics.jsonl"  # beside a user adapter: a row for each optimizer step
+
 
 @dataclass(frozen=True)
 class Training:

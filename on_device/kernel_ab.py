@@ -21,7 +21,7 @@ from lamp_eval.training import Training
 from on_device.model import DeviceModel
 from on_device.trainer import (
     Batch,
-    FrozenStates,
+    frozen_states,
     loss_and_gradients,
     mean_gradients,
     new_optimizer,
@@ -78,7 +78,7 @@ class PhasedTraining:
         batch = Batch([example], 0)
         mx.eval(batch.tokens, batch.targets, batch.weights, batch.positions)
         clock.lap("batch")
-        states = FrozenStates(self._model).of(batch)  # of blocks in front of the first adapted one
+        states = frozen_states(self._model, batch)  # of blocks in front of the first adapted one
         clock.lap("forward")
         loss, gradients = self._graph_of(batch, *states)
         clock.lap("graph")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from lamp_eval.config import UserAdapterConfig
 from lamp_eval.records import Example, n_common_tokens, passes
 from lamp_eval.schedule import TrainingStep, learning_rate_factor
 from lamp_eval.training import Training, check_examples, trouble, windows
+from on_device.kept_states import StatesOnDisk, n_bytes
 from on_device.memory import PeakLaw, choose_checkpoint, measured_law
 from on_device.model import DeviceModel
 from on_device.resume import TrainingState, load_state
 
-# States below the first adapted block do not change; up to this size they are kept across epochs.
+# States below the first adapted block do not change; up to this size they are kept in memory.
 KEPT_STATES_BYTES = 512 * 2**20
 # Long products are faster than short ones: worth a tenth more tokens, as padding.
 MAX_PADDED = 1.1
@@ -65,6 +67,7 @@ def train_user_adapter(
         checkpoint: so many blocks at a time are computed again in the backward pass, examples one
             by one; `none`; or `auto`: none, or what fits best where the budget asks for it.
         memory_budget_gb: of MLX's peak memory, the base included; without it `auto` is `none`.
+            With it, the states in front of the adapted blocks are kept on disk.
 
     Raises:
         UserError: an example without an answer, a damaged state, or a budget that is too small.
@@ -86,7 +89,16 @@ def train_user_adapter(
         state = TrainingState(0, adapter, adapter, start_optimizer, (), group, predicted)
     optimizer.state = _copy(state.optimizer)
     device_model.set_adapter(state.adapter)
-    gradients_of = _gradients_of(device_model, tokens_per_pass, state.checkpoint)
+    max_tokens = 0 if state.checkpoint else tokens_per_pass
+    frozen = _FrozenStates(
+        device_model,
+        examples,
+        max_tokens,
+        epochs=recipe.epochs,
+        max_bytes=KEPT_STATES_BYTES if memory_budget_gb is None else 0,
+        path=state_path.with_name("states.bin") if state_path else None,
+    )
+    gradients_of = _gradients_of(device_model, frozen, max_tokens, state.checkpoint)
     mx.reset_peak_memory()
     try:
         for step, window in enumerate(steps[state.step :], start=state.step):
@@ -159,14 +171,14 @@ def _copy(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gradients_of(
-    device_model: DeviceModel, tokens_per_pass: int, checkpoint: int | None
+    device_model: DeviceModel, frozen: _FrozenStates, max_tokens: int, checkpoint: int | None
 ) -> Callable[[Sequence[Example]], tuple[float, Gradients]]:
     """A function of a window: its mean loss per answer token, and the gradients of that."""
-    frozen, graph_of = FrozenStates(device_model), loss_and_gradients(device_model, checkpoint)
+    graph_of = loss_and_gradients(device_model, checkpoint)
 
     def gradients_of(window: Sequence[Example]) -> tuple[float, Gradients]:
         total, gradients = mx.array(0.0), None
-        for batch in _batches(window, 0 if checkpoint else tokens_per_pass):
+        for batch in _batches(window, max_tokens):
             loss, own = graph_of(batch, *frozen.of(batch))
             total = total + loss
             gradients = own if gradients is None else tree_map(mx.add, gradients, own)
@@ -210,9 +222,11 @@ def _loss_sum(
     if prefix is not None:
         caches = [SharedPrefix() for _ in device_model.blocks[first:]]
         device_model.run_blocks(prefix, first, caches)
-    states = device_model.run_blocks(states, first, caches, checkpoint=checkpoint)
-    # The head only where an answer token is predicted. (B, S, D) → (B, A, D) → (B, A, V)
-    states = mx.take_along_axis(states, batch.positions[..., None], axis=1)
+    states = device_model.run_blocks(
+        states, first, caches[:-1] if caches else None, last=-1, checkpoint=checkpoint
+    )
+    # The rest only where an answer token is predicted. (B, S, D) → (B, A, D) → (B, A, V)
+    states = device_model.run_last_block(states, batch.positions, caches[-1] if caches else None)
     logits = device_model.head(device_model.model.model.norm(states)).astype(mx.float32)
     losses = nn.losses.cross_entropy(logits, batch.targets, reduction="none")
     return (losses * batch.weights).sum()
@@ -279,6 +293,7 @@ class Batch:
     """Examples computed together: their common beginning once, the rest padded on the right.
 
     Attributes:
+        examples: in the order of the rows.
         prefix: token ids (P,) of the common beginning; empty if it is not shared.
         tokens: (B, S) the rest without the last token, which is predicted but never read.
         n_tokens: computed ones, padding included.
@@ -291,13 +306,13 @@ class Batch:
         answers = [example.tokens[example.answer_start :] for example in examples]
         starts = [example.answer_start - 1 - n_common for example in examples]
         n_answer = max(map(len, answers))
+        self.examples = examples
         self.prefix = examples[0].tokens[:n_common]
         self.tokens = _padded(rest)
         self.targets = _padded(answers)
         self.weights = _padded([[1.0] * len(answer) for answer in answers])
         last = self.tokens.shape[1] - 1
         self.positions = mx.minimum(mx.array(starts)[:, None] + mx.arange(n_answer), last)
-        self.key = (self.prefix, tuple(rest))
         self.n_tokens = len(self.prefix) + self.tokens.size
 
 
@@ -324,30 +339,84 @@ def _padded(rows: Sequence[Sequence[float]]) -> mx.array:
     return mx.array([[*row, *[0] * (length - len(row))] for row in rows])
 
 
-class FrozenStates:
+class _FrozenStates:
     """States in front of the first adapted block: of the prefix (1, P, D) and the rest (B, S, D).
 
-    They depend on the tokens alone, so a batch that returns in a later epoch finds them kept.
+    They depend on the tokens alone. Over several epochs each example's are computed once, in the
+    same batches whenever a training is started or resumed, and kept: in memory if there is room,
+    else on disk. In front of all blocks are embeddings, which are not worth it.
+
+    Args:
+        device_model: the model.
+        examples: all that will be asked for.
+        max_tokens: as for `_batches`.
+        epochs: how often each is asked for.
+        max_bytes: of the states in memory.
+        path: where the others may be kept; None: nowhere.
     """
 
-    def __init__(self, device_model: DeviceModel) -> None:
-        self._model = device_model
-        self._kept: dict[object, tuple[mx.array | None, mx.array]] = {}
-        self._n_bytes = 0
+    def __init__(
+        self,
+        device_model: DeviceModel,
+        examples: Sequence[Example],
+        max_tokens: int,
+        *,
+        epochs: int,
+        max_bytes: int,
+        path: Path | None,
+    ) -> None:
+        self._model, self._max_tokens = device_model, max_tokens
+        self._examples = list(dict.fromkeys(examples))
+        self._max_bytes, self._path = max_bytes, path
+        self._wanted = epochs > 1 and device_model.first_adapted_block > 0
+        self._kept: dict[Example, mx.array] | StatesOnDisk | None = None
 
     def of(self, batch: Batch) -> tuple[mx.array | None, mx.array]:
         """The states of the prefix (None without one) and of the rest."""
-        if batch.key in self._kept:
-            return self._kept[batch.key]
-        embed, n_frozen = self._model.model.model.embed_tokens, self._model.first_adapted_block
-        prefix, caches = None, None
-        if batch.prefix:
-            caches = [SharedPrefix() for _ in range(n_frozen)]
-            prefix = embed(mx.array(batch.prefix)[None])
-            prefix = self._model.run_blocks(prefix, 0, caches, last=n_frozen)
-        states = self._model.run_blocks(embed(batch.tokens), 0, caches, last=n_frozen)
-        mx.eval(states, [] if prefix is None else prefix)
-        self._n_bytes += states.nbytes
-        if n_frozen and self._n_bytes <= KEPT_STATES_BYTES:
-            self._kept[batch.key] = prefix, states
-        return prefix, states
+        if self._wanted and self._kept is None:
+            self._keep()
+        if self._kept is None:
+            return frozen_states(self._model, batch)
+        own, n_common = [self._kept[example] for example in batch.examples], len(batch.prefix)
+        rest = [states[n_common:] for states in own]
+        length = max(map(len, rest))
+        padded = [mx.pad(states, ((0, length - len(states)), (0, 0))) for states in rest]
+        return (own[0][None, :n_common] if n_common else None), mx.stack(padded)
+
+    def _keep(self) -> None:
+        embed = self._model.model.model.embed_tokens
+        width, dtype = (row := embed(mx.array([0]))).shape[-1], row.dtype
+        needed = n_bytes(self._examples, width, dtype)
+        if needed <= self._max_bytes:
+            self._kept = dict(self._all())
+        elif self._path and needed < shutil.disk_usage(_existing(self._path)).free / 2:
+            self._kept = StatesOnDisk(self._path, self._examples, width, dtype, self._all)
+        else:
+            self._wanted = False
+
+    def _all(self) -> Iterator[tuple[Example, mx.array]]:
+        for batch in _batches(self._examples, self._max_tokens):
+            prefix, rest = frozen_states(self._model, batch)
+            for example, states in zip(batch.examples, rest, strict=True):
+                own = states[: len(example.tokens) - 1 - len(batch.prefix)]
+                whole = own if prefix is None else mx.concatenate([prefix[0], own])
+                mx.eval(whole)
+                yield example, whole
+
+
+def frozen_states(device_model: DeviceModel, batch: Batch) -> tuple[mx.array | None, mx.array]:
+    """States in front of the first adapted block, computed: of the prefix and of the rest."""
+    embed, n_frozen = device_model.model.model.embed_tokens, device_model.first_adapted_block
+    prefix, caches = None, None
+    if batch.prefix:
+        caches = [SharedPrefix() for _ in range(n_frozen)]
+        prefix = embed(mx.array(batch.prefix)[None])
+        prefix = device_model.run_blocks(prefix, 0, caches, last=n_frozen)
+    states = device_model.run_blocks(embed(batch.tokens), 0, caches, last=n_frozen)
+    mx.eval(states, [] if prefix is None else prefix)
+    return prefix, states
+
+
+def _existing(path: Path) -> Path:
+    """The path, or its nearest folder that is there."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())

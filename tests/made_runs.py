@@ -45,6 +45,7 @@ def make_run(
     dirty: bool = False,
     synthetic: bool = True,
     signal: float = 0.8,
+    backend: str = "mlx",
 ) -> RunRecord:
     """Writes a finished run; equal arguments, equal files."""
     spec, rng = TASKS[task], random.Random(seed)
@@ -60,7 +61,7 @@ def make_run(
         protocol=ProtocolConfig(name="oppu", adapter_k=0),
         adapter=AdapterConfig(
             task=TaskAdapterConfig(projections=["q"]),
-            user=UserAdapterConfig(projections=["q"], blocks=blocks),
+            user=UserAdapterConfig(projections=["q"], blocks=blocks, backend=backend),
         ),
         quantization=QuantizationConfig(name="8bit_g64", bits=8),
     )
@@ -78,6 +79,8 @@ def make_run(
     predictions, rng = {}, random.Random(f"{seed}, {blocks}")
     for name in arms:
         predictions[name] = []
+        if name == "user" and backend != "mlx":
+            rng = random.Random(f"{seed}, {blocks}, {backend}")
         for user in users:
             skill = SKILL[name] + rng.uniform(-0.2, 0.2)
             for query in user.queries:

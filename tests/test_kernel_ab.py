@@ -172,10 +172,10 @@ def _timings(seconds: dict[str, list[tuple[float, float]]], length: int = 8) -> 
 
 
 def test_ratios_pair_the_steps_of_a_round() -> None:
-    (found,) = kernel_ab.ratios(_timings({"backward": [(1.0, 2.0), (4.0, 4.0), (2.0, 6.0)]}), PATHS)
+    (found,) = kernel_ab.ratios(_timings({"backward": [(1.0, 5.0), (5.0, 5.0), (2.0, 3.0)]}), PATHS)
     assert (found.length_tokens, found.phase, found.n_rounds) == (8, "backward", 3)
-    assert (found.first, found.second) == (2.0, 4.0)
-    assert (found.ratio, found.low, found.high) == (2.0, 1.0, 3.0)
+    assert (found.first, found.second) == (2.0, 5.0)
+    assert (found.ratio, found.low, found.high) == (1.5, 1.0, 5.0)
 
 
 def test_agreement_of_losses() -> None:

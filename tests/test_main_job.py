@@ -268,6 +268,31 @@ def test_fewer_users_from_scratch_give_the_same_predictions(runs: Runs, tmp_path
         assert path.read_bytes() == other.read_bytes()
 
 
+def test_device_agreement_trains_the_same_adapters_twice(runs: Runs) -> None:
+    done = _launch(runs.options(experiment="device_agreement"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "one recipe, two backends, 3 SYNTHETIC users" in " ".join(done.stdout.split())
+    (path,) = runs.output_dir.glob("device_agreement/*/agreement.csv")
+    rows = _rows(path)
+    assert [row["user_id"] for row in rows] == [f"sample-00{i}" for i in range(3)]
+    assert all(0 < float(row["loss_difference"]) < 1e-4 for row in rows)
+    ours, theirs = (_record(path.parent / job) for job in ("0", "1"))
+    assert all(stage.reused for stage in ours.stages)  # of the first run
+    assert not any(_reused(theirs, "user_adapters"))
+    assert all(stage.reused for stage in theirs.stages if stage.stage in ("task_adapters", "bases"))
+    trained = [row for row in theirs.leaderboard if row["arm"] == "user"]
+    assert {row["backend"] for row in trained} == {"torch"}
+    folders = [
+        {s.what: s.path for s in r.stages if s.stage == "user_adapters"} for r in (ours, theirs)
+    ]
+    for user_id, folder in folders[0].items():
+        tensors = [
+            (Path(where) / "adapters.safetensors").read_bytes()
+            for where in (folder, folders[1][user_id])
+        ]
+        assert tensors[0] != tensors[1]  # torch's own
+
+
 def test_sweep_over_blocks_shares_the_first_stages(runs: Runs) -> None:
     done = _launch(["-m", *runs.options(adapter__user__blocks="4,2")])
     assert done.returncode == 0, done.stdout + done.stderr

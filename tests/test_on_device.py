@@ -356,6 +356,98 @@ def deep_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "base"
 
 
+def test_the_last_block_computes_answer_positions_only(base_dir: Path) -> None:
+    """By its memory: all queries' scores alone would take 64 MB a head."""
+    model, n_tokens = DeviceModel(base_dir), 4000
+    states = mx.random.normal((1, n_tokens, 64), key=mx.random.key(0))
+    positions = mx.array([[1500, 1501, 1502]])
+    whole = model.run_blocks(states, N_BLOCKS - 1)[:, 1500:1503]
+    mx.eval(whole)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    some = model.run_last_block(states, positions)
+    mx.eval(some)
+    assert mx.get_peak_memory() - before < 8e6
+    np.testing.assert_allclose(np.array(some), np.array(whole), atol=1e-5)
+
+
+# States in front of the adapted blocks
+
+HALF = replace(RECIPE, blocks=2, accumulation=3, epochs=3)
+
+
+def _n_frozen_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by the tokens of each pass through the frozen blocks."""
+    computed: list[int] = []
+    real = DeviceModel.run_blocks
+
+    def counted(self: DeviceModel, states: mx.array, first: int, *args: Any, **kw: Any) -> mx.array:
+        if first == 0 and kw.get("last") == N_BLOCKS - 2:
+            computed.append(states.shape[0] * states.shape[1])
+        return real(self, states, first, *args, **kw)
+
+    monkeypatch.setattr(DeviceModel, "run_blocks", counted)
+    return computed
+
+
+@pytest.mark.parametrize("n_common", [0, 25])
+def test_frozen_blocks_run_once_per_example(
+    base_dir: Path, tmp_path: Path, n_common: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examples = _examples(7, n_common=n_common)
+    model, computed = DeviceModel(base_dir, HALF), _n_frozen_tokens(monkeypatch)
+    kept = _train(model, examples, HALF)
+    n_tokens = sum(len(example.tokens) for example in examples)
+    assert 0 < sum(computed) <= 1.1 * n_tokens
+    assert not n_common or sum(computed) < 0.7 * n_tokens  # the common beginning only once
+    computed.clear()
+    monkeypatch.setattr(trainer, "KEPT_STATES_BYTES", 0)
+    state = tmp_path / "work" / "state"
+    on_disk = _train(model, examples, HALF, state_path=state)
+    assert 0 < sum(computed) <= 1.1 * n_tokens
+    assert (state.parent / "states.bin").stat().st_size == (n_tokens - 7) * 64 * 4
+    assert on_disk[0] == kept[0]
+    _assert_identical(on_disk[1], kept[1])
+    computed.clear()
+    each_time = _train(model, examples, HALF)  # with nowhere to keep them
+    assert len(computed) >= 9  # windows
+    np.testing.assert_allclose(
+        [step.loss for step in each_time[0]], [step.loss for step in kept[0]], rtol=1e-5
+    )
+    _assert_close(each_time[1], kept[1])
+
+
+def test_no_states_are_kept_that_nobody_asks_for_again(
+    base_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "KEPT_STATES_BYTES", 0)
+    for recipe in (replace(HALF, epochs=1), replace(HALF, blocks="all")):
+        path = tmp_path / str(recipe.epochs) / "state"
+        _train(DeviceModel(base_dir, recipe), _examples(7), recipe, state_path=path, save_every=99)
+        assert not path.parent.exists()
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_kept_states_are_the_same_bits_after_an_interruption(
+    base_dir: Path, tmp_path: Path, on_disk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if on_disk:
+        monkeypatch.setattr(trainer, "KEPT_STATES_BYTES", 0)
+    model, path = DeviceModel(base_dir, HALF), tmp_path / "state"
+    _, expected = _training(model, HALF, state_path=tmp_path / "whole" / "state")
+
+    def killed(step: TrainingStep) -> None:
+        if step.step == 5:  # in the second epoch
+            raise Killed
+
+    with pytest.raises(Killed):
+        _training(model, HALF, killed, state_path=path)
+    computed = _n_frozen_tokens(monkeypatch)
+    _, found = _training(model, HALF, state_path=path)
+    assert bool(computed) != on_disk  # read from the file, or computed once more
+    _assert_identical(found, expected)
+
+
 LONG = [Example(tuple(_tokens(150, i)), 146) for i in range(8)]
 DEEP = replace(RECIPE, epochs=1, accumulation=4)
 
