@@ -140,8 +140,7 @@ def measure_kernel_ab(
         UserError: a loss that is not finite.
     """
     recipe = replace(recipe, accumulation=1)
-    models = {path: DeviceModel(base_dir, recipe, path=path) for path in config.paths}
-    share_weights(*models.values())
+    models = load_models(base_dir, recipe, config.paths)
     n_steps = len(config.lengths) * (1 + config.rounds)
     phased = {
         path: PhasedTraining(model, recipe, n_steps=n_steps, seed=seed, checkpoint=checkpoint)
@@ -203,18 +202,27 @@ def random_example(length: int, n_vocabulary: int, seed: str) -> Example:
     return Example(tuple(tokens), length - N_ANSWER_TOKENS)
 
 
-def share_weights(first: DeviceModel, second: DeviceModel) -> None:
-    """Gives the second model the first one's arrays, where they are of one name, shape and dtype.
+def load_models(
+    base_dir: Path, recipe: UserAdapterConfig, paths: Sequence[str]
+) -> dict[str, DeviceModel]:
+    """A model for each path, which share every array of one name, shape and dtype.
 
-    All of them, between paths over packed weights: the base is then in memory once.
+    Between paths over packed weights those are all of them: the base is in memory once.
     """
-    theirs = dict(tree_flatten(first.model.parameters()))
-    shared = [
-        (name, theirs[name])
-        for name, own in tree_flatten(second.model.parameters())
-        if name in theirs and (own.shape, own.dtype) == (theirs[name].shape, theirs[name].dtype)
-    ]
-    second.model.update(tree_unflatten(shared))
+    models: dict[str, DeviceModel] = {}
+    shared: dict[str, mx.array] = {}
+    for path in paths:
+        models[path] = DeviceModel(base_dir, recipe, path=path)
+        own = dict(tree_flatten(models[path].model.parameters()))
+        same = {
+            name: shared[name]
+            for name, array in own.items()
+            if name in shared
+            and (array.shape, array.dtype) == (shared[name].shape, shared[name].dtype)
+        }
+        models[path].model.update(tree_unflatten(list(same.items())))
+        shared = own | shared
+    return models
 
 
 def _not_finite(path: str, reason: str) -> UserError:

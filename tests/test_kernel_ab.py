@@ -33,9 +33,9 @@ from lamp_eval.results import RunRecord, read_leaderboard, read_run, rebuild_lea
 from lamp_eval.training import windows
 from on_device.kernel_ab import (
     PhasedTraining,
+    load_models,
     measure_kernel_ab,
     random_example,
-    share_weights,
 )
 from on_device.model import DeviceModel
 from on_device.trainer import train_user_adapter
@@ -94,9 +94,9 @@ def test_both_models_share_the_base(base_dir: Path) -> None:
     first = DeviceModel(base_dir, RECIPE, path="packed")
     mx.eval(first.model.parameters())
     alone = mx.get_active_memory() - before
-    second = DeviceModel(base_dir, RECIPE, path="packed_generic")
-    share_weights(first, second)
-    mx.eval(second.model.parameters())
+    del first
+    models = load_models(base_dir, RECIPE, PATHS)
+    mx.eval([model.model.parameters() for model in models.values()])
     assert mx.get_active_memory() - before < 1.1 * alone
 
 
@@ -472,6 +472,16 @@ def test_an_interrupted_measurement_leaves_the_base_and_no_run(
     assert "Traceback" not in stdout + stderr
     assert not (output_dir / "endless").exists()
     assert list(output_dir.rglob(".partial*")) == []
+
+
+def test_a_sweep_of_measurements_shows_no_empty_table(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    from lamp_eval import __main__ as module
+
+    monkeypatch.setattr(module, "_finished", [read_run(run_dir / "run.json")] * 2)
+    module._show_sweep()
+    assert capsys.readouterr().out == ""
 
 
 def test_records_of_before_still_load(run_dir: Path) -> None:
