@@ -367,12 +367,12 @@ def _kernel_ab_problems(config: RunConfig) -> list[UserError]:
             and lengths == sorted(set(lengths)),
             f"numbers of tokens, each larger than the one before, from {MIN_MEASURED_TOKENS} on",
         ),
-        ("kernel_ab.rounds", chosen.rounds, chosen.rounds >= 2, "at least 2, or nothing varies"),
+        ("kernel_ab.rounds", chosen.rounds, chosen.rounds >= 2, "a number of at least 2"),
         (
             "kernel_ab.n_records",
             chosen.n_records,
             n_steps >= 3,
-            "as many as make 3 steps with adapter.user.epochs, or nothing correlates",
+            "a number that makes at least 3 steps, times adapter.user.epochs",
         ),
         (
             "on_device.memory_budget_gb",

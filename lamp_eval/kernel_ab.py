@@ -128,8 +128,7 @@ def describe(config: KernelAbConfig, epochs: int) -> list[str]:
         f"{first} against {second}, {config.rounds} rounds of steps of {lengths} tokens, each in "
         "phases and fused, batch 1",
         f"then {config.n_records} records × {epochs} passes with each path: do the losses agree?",
-        f"{n_tokens(config, epochs):,} training tokens with each path, random ones; both share the "
-        "base in memory",
+        f"{n_tokens(config, epochs):,} training tokens with each path, random ones",
     ]
 
 

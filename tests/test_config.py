@@ -127,7 +127,8 @@ def test_paper_setting_carries_the_papers_recipes(experiment):
     assert (protocol.train_words, protocol.eval_words) == (768, 368)
     assert (config.quantization.bits, config.quantization.group_size) == (4, 64)
     assert config.model.hub_id == "HuggingFaceTB/SmolLM3-3B"
-    assert config.arms == ["task", "user", "cross_user"]
+    own_arms = {"device_agreement": ["task", "user"]}
+    assert config.arms == own_arms.get(experiment, ["task", "user", "cross_user"])
     assert config.data.max_users == 100
 
 
