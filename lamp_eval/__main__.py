@@ -19,7 +19,7 @@ from rich.console import Console
 
 from lamp_eval import display
 from lamp_eval.compose import CONF_DIR
-from lamp_eval.config import RunConfig
+from lamp_eval.config import KernelAbConfig, RunConfig
 from lamp_eval.errors import UserError, fail
 from lamp_eval.published import paper_table
 from lamp_eval.results import RunRecord, write_csv
@@ -31,6 +31,7 @@ console = Console(width=None if sys.stdout.isatty() else 120)
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
 def _job(composed: DictConfig) -> None:
+    from lamp_eval import measures
     from lamp_eval.run import report_data, run
 
     hydra_config = HydraConfig.get()
@@ -44,9 +45,13 @@ def _job(composed: DictConfig) -> None:
         if config.dry_run:
             from lamp_eval.dry_run import dry_run
 
-            dry_run(config, console)
+            if config.measure:
+                measures.dry_run(config, console)
+            else:
+                dry_run(config, console)
             return
-        _finished.append(run(config, run_dir, list(hydra_config.overrides.task), console))
+        work = measures.run if config.measure else run
+        _finished.append(work(config, run_dir, list(hydra_config.overrides.task), console))
     except UserError as error:  # kept from Hydra, which would print the overrides around it
         _mistakes.append(error)
     finally:
@@ -125,9 +130,9 @@ def _show_sweep() -> None:
         return
     rows = main_rows(row for record in _finished for row in record.leaderboard)
     shown = [row for row in rows if row["arm"] in ("user", "cross_user")] or rows
-    display.show_leaderboard(
-        console, shown, title=f"sweep: {len(_finished)} runs side by side", with_blocks=True
-    )
+    if shown:  # measurements have no arms
+        title = f"sweep: {len(_finished)} runs side by side"
+        display.show_leaderboard(console, shown, title=title, with_blocks=True)
 
 
 def _composition_message(error: Exception) -> str:
@@ -160,7 +165,7 @@ def _option_names() -> list[str]:
             if isinstance(child, DictConfig) and not child._is_missing():
                 walk(child, f"{prefix}{key}.")
 
-    walk(OmegaConf.structured(RunConfig), "")
+    walk(OmegaConf.structured(RunConfig(kernel_ab=KernelAbConfig())), "")
     return names
 
 

@@ -17,6 +17,8 @@ PROTOCOLS = ("oppu", "oppu_released", "lamp_chat")
 RETRIEVAL = ("bm25", "dense", "recency", "random")
 DECODING = ("greedy", "labels")
 BACKWARD_PATHS = ("packed", "packed_generic", "dequantize", "resident")
+MEASURES = ("kernel_ab",)
+MIN_MEASURED_TOKENS = 8  # half of them prompt, half of them answer
 
 
 @dataclass
@@ -154,11 +156,23 @@ class DeviceConfig:
 
 
 @dataclass
+class KernelAbConfig:
+    """Two backward paths against each other (paper, Section 5.3)."""
+
+    paths: list[str] = field(default_factory=list)  # two: the second is compared with the first
+    lengths: list[int] = field(default_factory=list)  # tokens of the measured steps, ascending
+    rounds: int = 0  # of each length; in each round both paths take their steps
+    n_records: int = 0  # of the loss trajectories, trained adapter.user.epochs times
+
+
+@dataclass
 class RunConfig:
     """Everything that determines a run."""
 
     name: str = MISSING  # of the experiment; names the folder in output_dir
     suite: str | None = None  # table7 | table8, if the run is part of one
+    measure: str | None = None  # kernel_ab: what is measured, instead of arms; null: nothing
+    kernel_ab: KernelAbConfig | None = None
     task: str = MISSING
     setting: str = MISSING
     arms: list[str] = field(default_factory=list)
@@ -206,7 +220,12 @@ def check(config: RunConfig) -> None:
     for arm in config.arms:
         one_of("arms", arm, tuple(dict.fromkeys((*ARMS, *methods.registered()))))
         problems += methods.name_problems(arm, ARMS)
-    need(len(config.arms) > 0, "arms", config.arms, f"at least one of {', '.join(ARMS)}")
+    if config.measure is None:
+        need(len(config.arms) > 0, "arms", config.arms, f"at least one of {', '.join(ARMS)}")
+    else:
+        one_of("measure", config.measure, MEASURES)
+        need(not config.data.report, "data.report", True, "false: a run that measures has no data")
+        need(not config.arms, "arms", config.arms, "[]: a run that measures evaluates no arms")
     need(len(set(config.arms)) == len(config.arms), "arms", config.arms, "each arm once")
     if {"user", "cross_user"} & set(config.arms):
         need("task" in config.arms, "arms", config.arms, "'task', the reference of user arms")
@@ -314,6 +333,9 @@ def check(config: RunConfig) -> None:
         "'all', a number of last blocks, or a fraction above 0 and at most 1 such as 0.5",
     )
 
+    if config.measure == "kernel_ab":
+        problems += _kernel_ab_problems(config)
+
     quantization = config.quantization
     if quantization.bits is not None:
         need(quantization.bits in (2, 3, 4, 5, 6, 8), "quantization.bits", quantization.bits,
@@ -324,6 +346,47 @@ def check(config: RunConfig) -> None:
              "quantization.embedding_bits", quantization.embedding_bits,
              "2, 3, 4, 5, 6, 8 or null")  # fmt: skip
     raise_if_any(problems)
+
+
+def _kernel_ab_problems(config: RunConfig) -> list[UserError]:
+    chosen = config.kernel_ab or KernelAbConfig()
+    paths, lengths = chosen.paths, chosen.lengths
+    n_steps = chosen.n_records * config.adapter.user.epochs
+    device = config.on_device
+    checks: list[tuple[str, object, bool, str]] = [
+        (
+            "kernel_ab.paths",
+            paths,
+            len(paths) == 2 and paths[0] != paths[1] and set(paths) <= set(BACKWARD_PATHS),
+            f"two different ones of {', '.join(BACKWARD_PATHS)}",
+        ),
+        (
+            "kernel_ab.lengths",
+            lengths,
+            len(lengths) > 0 and min(lengths) >= MIN_MEASURED_TOKENS
+            and lengths == sorted(set(lengths)),
+            f"numbers of tokens, each larger than the one before, from {MIN_MEASURED_TOKENS} on",
+        ),
+        ("kernel_ab.rounds", chosen.rounds, chosen.rounds >= 2, "a number of at least 2"),
+        (
+            "kernel_ab.n_records",
+            chosen.n_records,
+            n_steps >= 3,
+            "a number that makes at least 3 steps, times adapter.user.epochs",
+        ),
+        (
+            "on_device.memory_budget_gb",
+            device.memory_budget_gb,
+            device.checkpoint != "auto" or device.memory_budget_gb is None,
+            "null, or on_device.checkpoint other than auto: all lengths are computed alike",
+        ),
+    ]  # fmt: skip
+    return [
+        UserError(expected=expected, found=repr(found), where=f"option {option}",
+                  fix=f"set {option} to {expected}")
+        for option, found, ok, expected in checks
+        if not ok
+    ]  # fmt: skip
 
 
 def _is_date(text: str) -> bool:

@@ -19,6 +19,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from lamp_eval.results import Measurement
+
 if TYPE_CHECKING:
     from lamp_eval.agreement import Agreement
 
@@ -145,6 +147,24 @@ def show_card(console: Console, card: Mapping[str, Mapping[str, object]], *, tit
             shown = f"{value:.3f}" if isinstance(value, float) else str(value)
             table.add_row(name, shown, style="yellow" if section == "problems" and value else "")
     console.print(table)
+
+
+def show_measurement(console: Console, measurement: Measurement) -> None:
+    """Its tables, and what they say."""
+    for content in measurement.tables:
+        table = Table(title=content.title, title_justify="left", title_style="bold")
+        for column in content.columns:
+            justify: Any = "left" if column in ("phase", "path") else "right"
+            table.add_column(column, justify=justify, overflow="fold")
+        first = None
+        for cells in content.cells():
+            if first is not None and cells[0] != first:
+                table.add_section()
+            first = cells[0]
+            table.add_row(*cells)
+        console.print(table)
+    for line in measurement.findings:
+        console.print(f"· {line}", markup=False, highlight=False)
 
 
 def _number(value: float | None) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 from lamp_eval.errors import UserError
 
@@ -72,6 +73,26 @@ def git(*arguments: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return str(done.stdout).strip()
+
+
+class Provenance(NamedTuple):
+    """With what a run was made, in the words of its record."""
+
+    versions: dict[str, str]
+    commit: str | None
+    dirty: bool | None
+    device: dict[str, str]
+
+
+def provenance() -> Provenance:
+    """Of this process, now."""
+    status = git("status", "--porcelain")
+    return Provenance(
+        versions={"python": platform.python_version()} | versions(),
+        commit=git("rev-parse", "HEAD"),
+        dirty=None if status is None else bool(status),
+        device=device(),
+    )
 
 
 def torch_device(name: str) -> str:

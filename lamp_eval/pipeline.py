@@ -25,7 +25,7 @@ from lamp_eval.store import key_hash
 from lamp_eval.training import METRICS, Training
 
 # How torch and MLX say that a CPU or GPU has no more memory. (MLX on a Linux CPU crashes.)
-_NO_MEMORY = ("can't allocate memory", "out of memory", "[metal::malloc]", "Insufficient Memory")
+NO_MEMORY = ("can't allocate memory", "out of memory", "[metal::malloc]", "Insufficient Memory")
 # How MLX and safetensors say that a disk or a quota is full, or a file too large.
 _NOT_WRITTEN = ("[write] Unable to write", "os error 28", "os error 122", "os error 27")
 
@@ -322,7 +322,7 @@ def _mistake(error: Exception, unit: Unit, folder: Path) -> UserError | None:
             where=str(folder),
             fix="free some space or set output_dir=…; the same command then continues",
         )
-    if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+    if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
         return UserError(
             expected="enough memory",
             found=str(error).splitlines()[0] if str(error) else "too little",

@@ -310,8 +310,10 @@ class Plan:
 
     @cached_property
     def base_units(self) -> dict[bool, Unit]:
-        """The bases that the arms need: with (True) and without (False) the task adapter."""
+        """The bases that are needed: with (True) and without (False) the task adapter."""
         wanted = sorted({chosen.task_adapter for chosen in self.arms.values() if not chosen.method})
+        if self.config.measure:
+            wanted = [False]
         return {task_adapter: self._base_unit(task_adapter) for task_adapter in wanted}
 
     # Before the work

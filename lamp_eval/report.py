@@ -25,10 +25,12 @@ from lamp_eval.runs import (
     CONFIGURATION,
     GAIN,
     PERSONAL,
+    MeasuredRun,
     Row,
     Run,
     number,
     plain,
+    read_measurements,
     read_runs,
     run_files,
     sweeps,
@@ -65,7 +67,8 @@ def write_report(paths: Sequence[Path], out: Path) -> tuple[Path, list[str]]:
     """
     files = {file.resolve(): file for path in paths for file in run_files(path)}
     runs, unreadable = read_runs([*files.values()])
-    if not runs:
+    measured = read_measurements([*files.values()], len(runs) + 1)
+    if not runs and not measured:
         raise UserError(
             expected=f"at least one finished run ({RUN_FILE})",
             found="; ".join(unreadable) or "none",
@@ -73,7 +76,7 @@ def write_report(paths: Sequence[Path], out: Path) -> tuple[Path, list[str]]:
             fix="give the folder of a run, of a sweep or of all runs, such as outputs",
         )
     pictures = draw_plots(runs)
-    page = render(runs, unreadable, pictures)
+    page = render(runs, measured, unreadable, pictures)
     try:
         folder = out / PLOTS_DIR
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +111,12 @@ def draw_plots(runs: Sequence[Run]) -> list[Plot]:
     ]
 
 
-def render(runs: Sequence[Run], unreadable: Sequence[str], pictures: Sequence[Plot]) -> str:
+def render(
+    runs: Sequence[Run],
+    measured: Sequence[MeasuredRun],
+    unreadable: Sequence[str],
+    pictures: Sequence[Plot],
+) -> str:
     """The page as HTML that needs nothing else; all text in it is escaped."""
     import jinja2
 
@@ -117,12 +125,14 @@ def render(runs: Sequence[Run], unreadable: Sequence[str], pictures: Sequence[Pl
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     tasks = [TASKS[name] for name in dict.fromkeys(run.task.name for run in runs)]
+    every: list[Run | MeasuredRun] = [*runs, *measured]
     return environment.from_string(template.read_text(encoding="utf-8")).render(
         runs=runs,
+        measured=measured,
         unreadable=unreadable,
-        facts=_facts(runs),
+        facts=_facts(runs, measured),
         synthetic=_numbers(run for run in runs if run.record.synthetic),
-        dirty=_numbers(run for run in runs if run.record.dirty),
+        dirty=_numbers(run for run in every if run.record.dirty),
         summaries=[(task, _summary(runs, task)) for task in tasks] if len(runs) > 1 else [],
         arm_tables={run.number: _arm_table(run.rows, full=False) for run in runs},
         other_tables={
@@ -140,8 +150,14 @@ def render(runs: Sequence[Run], unreadable: Sequence[str], pictures: Sequence[Pl
             for task in tasks
         },
         metric_of={task.name: _metric(task) for task in tasks},
-        sources=_sources(runs),
-        versions=_versions(runs),
+        measured_tables={
+            run.number: [
+                (table.title, (table.columns, table.cells())) for table in run.measurement.tables
+            ]
+            for run in measured
+        },
+        sources=_sources(every),
+        versions=_versions(every),
         short_text=SHORT_TEXT,
         signed=signed,
     )
@@ -352,35 +368,43 @@ def _summary(runs: Sequence[Run], task: Task) -> _Table:
     return headings, lines
 
 
-def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
+def _facts(runs: Sequence[Run], measured: Sequence[MeasuredRun]) -> list[tuple[str, str]]:
     """The head of the report."""
     records = [run.record for run in runs]
-    named = {str(row.get("arm")) for record in records for row in record.leaderboard}
+    every = [*records, *(run.record for run in measured)]
+    facts = [("runs", str(len(every)))]
+    if runs:
+        named = {str(row.get("arm")) for record in records for row in record.leaderboard}
+        quantized = {f"{plain(r.known('model'))}, {plain(r.known('quantization'))}" for r in runs}
+        facts += [
+            ("tasks", ", ".join(dict.fromkeys(f"{r.task.name} ({r.task.lamp_id})" for r in runs))),
+            ("arms", ", ".join(arm for arm in ARMS if arm in named)),
+            ("users in a run", _range(record.n_users for record in records)),
+            ("queries in a run", _range(record.n_queries for record in records)),
+            ("models", "; ".join(sorted(quantized))),
+        ]
+    if measured:
+        names = dict.fromkeys(run.record.name for run in measured)
+        facts.append(("measurements", ", ".join(names)))
     commits = {
         (record.commit or "unknown")[:12] + (" + uncommitted changes" if record.dirty else "")
-        for record in records
+        for record in every
     }
-    dates = sorted(record.started_at for record in records)
-    quantized = {f"{plain(r.known('model'))}, {plain(r.known('quantization'))}" for r in runs}
+    dates = sorted(record.started_at for record in every)
     return [
-        ("runs", str(len(runs))),
-        ("tasks", ", ".join(dict.fromkeys(f"{r.task.name} ({r.task.lamp_id})" for r in runs))),
-        ("arms", ", ".join(arm for arm in ARMS if arm in named)),
-        ("users in a run", _range(record.n_users for record in records)),
-        ("queries in a run", _range(record.n_queries for record in records)),
-        ("models", "; ".join(sorted(quantized))),
+        *facts,
         ("commits", ", ".join(sorted(commits))),
         ("started", dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"),
     ]
 
 
-def _sources(runs: Sequence[Run]) -> _Table:
+def _sources(runs: Sequence[Run | MeasuredRun]) -> _Table:
     headings = ["run", "folder", "data checksum", "model", "commit", "started", "took", "machine"]
     lines = [
         [
             str(run.number),
             str(run.folder),
-            record.data_checksum[:16] + (" (synthetic)" if record.synthetic else ""),
+            (record.data_checksum[:16] or "none") + (" (synthetic)" if record.synthetic else ""),
             f"{record.model_origin}, {record.model_fingerprint[:16]}",
             (record.commit or "unknown")[:12] + (" (dirty)" if record.dirty else ""),
             record.started_at,
@@ -393,9 +417,9 @@ def _sources(runs: Sequence[Run]) -> _Table:
     return headings, lines
 
 
-def _versions(runs: Sequence[Run]) -> list[tuple[str, str]]:
+def _versions(runs: Sequence[Run | MeasuredRun]) -> list[tuple[str, str]]:
     """Run numbers by the versions of their packages."""
-    by_versions: dict[str, list[Run]] = {}
+    by_versions: dict[str, list[Run | MeasuredRun]] = {}
     for run in runs:
         text = ", ".join(f"{name} {version}" for name, version in run.record.versions.items())
         by_versions.setdefault(text, []).append(run)
@@ -444,7 +468,7 @@ def _range(values: Iterable[int]) -> str:
     return str(min(own)) if min(own) == max(own) else f"{min(own)} to {max(own)}"
 
 
-def _numbers(runs: Iterable[Run]) -> str:
+def _numbers(runs: Iterable[Run | MeasuredRun]) -> str:
     """Numbers of runs, e.g. `1–3, 7`."""
     spans: list[list[int]] = []
     for n in sorted(run.number for run in runs):

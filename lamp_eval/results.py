@@ -38,6 +38,28 @@ class StageRecord(BaseModel):
     seconds: float
 
 
+class Table(BaseModel):
+    """Numbers that were measured; a file `<name>.csv`, whose title people read."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    title: str
+    columns: list[str]
+    rows: list[list[str | int | float | None]]
+
+    def cells(self) -> list[list[str]]:
+        """The rows as text: four digits of a number that is no count, nothing for None."""
+        return [[_cell(value) for value in row] for row in self.rows]
+
+
+class Measurement(BaseModel):
+    """What a run that evaluates no arms has measured; `findings` are sentences about it."""
+
+    model_config = ConfigDict(extra="forbid")
+    tables: list[Table]
+    findings: list[str]
+
+
 class RunRecord(BaseModel):
     """All that is needed to judge, compare and repeat a run."""
 
@@ -76,6 +98,7 @@ class RunRecord(BaseModel):
     seconds_by_stage: dict[str, float]
     peak_memory_bytes: int
     leaderboard: list[dict[str, Any]]
+    measurement: Measurement | None = None  # of a run without arms
 
 
 def write_run(
@@ -98,6 +121,22 @@ def write_run(
         _write(run_dir / "predictions" / f"{arm}.jsonl", lines)
     write_csv(run_dir / "users.csv", tuple(users[0]), users)
     write_csv(run_dir / "leaderboard.csv", LEADERBOARD_COLUMNS, record.leaderboard)
+    _write(run_dir / RUN_FILE, [record.model_dump_json(indent=2) + "\n"])
+
+
+def write_measurement(run_dir: Path, record: RunRecord, details: Sequence[Table]) -> None:
+    """Writes all files of a run that measures; `run.json` last, which makes it a finished one.
+
+    Args:
+        run_dir: the run's folder; made if it is not there.
+        record: the run record, with a measurement.
+        details: tables with every single value, which the record leaves out.
+    """
+    assert record.measurement is not None
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for table in (*record.measurement.tables, *details):
+        rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+        write_csv(run_dir / f"{table.name}.csv", table.columns, rows)
     _write(run_dir / RUN_FILE, [record.model_dump_json(indent=2) + "\n"])
 
 
@@ -183,6 +222,12 @@ def find_runs(output_dir: Path) -> list[Path]:
         for pattern in (f"*/{RUN_FILE}", f"*/*/{RUN_FILE}")
         for path in sorted(experiment.glob(pattern))
     ]
+
+
+def _cell(value: str | int | float | None) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else str(value)
 
 
 def _prediction_row(prediction: Prediction) -> dict[str, Any]:

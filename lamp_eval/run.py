@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -71,7 +70,7 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
         with display.progress(console) as progress:
             pipeline.execute(progress)
     predictions = {name: pipeline.predictions(name) for name in config.arms}
-    commit, status = environment.git("rev-parse", "HEAD"), environment.git("status", "--porcelain")
+    made = environment.provenance()
     n_cut = {
         name: [r.n_cut_words for user in corpus.users for r in plan.inputs.requests(name, user)]
         for name in config.arms
@@ -87,7 +86,7 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
             name: sum(n > 0 for n in counts) / len(counts) for name, counts in n_cut.items()
         },
         run=str(run_dir),
-        commit=commit,
+        commit=made.commit,
     )
     record = RunRecord(
         name=config.name,
@@ -95,10 +94,7 @@ def run(config: RunConfig, run_dir: Path, overrides: Sequence[str], console: Con
         seconds=time.perf_counter() - start,
         config=asdict(config),
         overrides=list(overrides),
-        versions={"python": platform.python_version()} | environment.versions(),
-        commit=commit,
-        dirty=None if status is None else bool(status),
-        device=environment.device(),
+        **made._asdict(),
         model_origin=plan.model.origin,
         model_fingerprint=plan.model.fingerprint,
         data_checksum=corpus.checksum,

@@ -17,7 +17,7 @@ from lamp_eval.config import ARMS
 from lamp_eval.errors import UserError
 from lamp_eval.leaderboard import main_rows
 from lamp_eval.metrics import LOWER_IS_BETTER, QUERY_SCORES, RULES
-from lamp_eval.results import RUN_FILE, RunRecord, read_run
+from lamp_eval.results import RUN_FILE, Measurement, RunRecord, read_run
 from lamp_eval.tasks import TASKS, Task
 
 Row = Mapping[str, Any]
@@ -114,6 +114,25 @@ class Run:
         return next((v for row in rows if (v := row.get(column)) is not None), None)
 
 
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A finished run that measured and has no arms; numbered behind those that have.
+
+    Attributes:
+        number: its number in the report.
+        label: the number, its name, and what it measured on.
+        folder: where it is.
+        record: its record.
+        measurement: what it measured.
+    """
+
+    number: int
+    label: str
+    folder: Path
+    record: RunRecord
+    measurement: Measurement
+
+
 # Columns of a summary that say how a run was configured.
 CONFIGURATION: tuple[tuple[str, Callable[[Run], Any]], ...] = (
     ("model", lambda run: run.known("model")),
@@ -147,7 +166,7 @@ def run_files(path: Path) -> list[Path]:
 
 
 def read_runs(files: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Reads runs, ordered by task and configuration and numbered.
+    """Reads the runs with arms, ordered by task and configuration and numbered.
 
     Returns:
         The runs, and a line for each that cannot be read.
@@ -158,6 +177,8 @@ def read_runs(files: Sequence[Path]) -> tuple[list[Run], list[str]]:
         record = read_run(file)
         if isinstance(record, str):
             unreadable.append(record)
+            continue
+        if record.measurement is not None:
             continue
         names = {str(row.get("task")) for row in record.leaderboard}
         names = names or {str(record.config.get("task"))}
@@ -183,6 +204,26 @@ def read_runs(files: Sequence[Path]) -> tuple[list[Run], list[str]]:
             numbered.append(replace(run, number=i, differs=" · ".join(differs), label=label))
     n_users, n_queries = (2, 3) if len(runs) <= 5 else (1, 2)
     return [_with_users(run, n_users, n_queries) for run in numbered], unreadable
+
+
+def read_measurements(files: Sequence[Path], first_number: int) -> list[MeasuredRun]:
+    """Reads the runs that measured, by name and time; those that cannot be read are left out."""
+    found = [
+        (file.parent, record, record.measurement)
+        for file in files
+        if isinstance(record := read_run(file), RunRecord) and record.measurement is not None
+    ]
+    found.sort(key=lambda run: (run[1].name, run[1].started_at, str(run[0])))
+    return [
+        MeasuredRun(number, _measured_label(number, record), folder, record, measurement)
+        for number, (folder, record, measurement) in enumerate(found, start=first_number)
+    ]
+
+
+def _measured_label(number: int, record: RunRecord) -> str:
+    options = _flat(record.config)
+    chosen = [plain(options.get(f"{group}.name")) for group in ("model", "quantization")]
+    return " · ".join([f"run {number}", record.name, *chosen, *record.device.values()])
 
 
 def _differing(runs: Sequence[Run]) -> list[list[str]]:

@@ -28,6 +28,8 @@ KEPT_STATES_BYTES = 512 * 2**20
 # Long products are faster than short ones: worth a tenth more tokens, as padding.
 MAX_PADDED = 1.1
 
+Gradients = dict[str, mx.array]  # by the tensor's name in the model
+
 
 def train_user_adapter(
     device_model: DeviceModel,
@@ -73,13 +75,7 @@ def train_user_adapter(
     check_examples(examples)
     state = load_state(state_path) if state_path else None
     device_model.reset_adapter(seed)
-    optimizer = AdamW(
-        learning_rate=recipe.learning_rate,
-        betas=[0.9, 0.999],
-        eps=1e-8,
-        weight_decay=recipe.weight_decay,
-        bias_correction=True,
-    )
+    optimizer = new_optimizer(recipe)
     adapter = device_model.adapter()
     optimizer.init(adapter)
     steps = windows(examples, recipe, seed)
@@ -117,9 +113,7 @@ def train_user_adapter(
             rate = recipe.learning_rate * learning_rate_factor(
                 step, len(steps), recipe.warmup_ratio, recipe.schedule
             )
-            optimizer.learning_rate = rate
-            adapter = optimizer.apply_gradients(gradients, state.adapter)
-            mx.eval(adapter, optimizer.state)
+            adapter = updated_adapter(optimizer, rate, gradients, state.adapter)
             device_model.set_adapter(adapter)
             n_tokens = sum(len(example.tokens) for example in window)
             row = {
@@ -149,44 +143,75 @@ def train_user_adapter(
     return Training(state.rows, None, state.checkpoint, state.predicted_peak_bytes)
 
 
+def new_optimizer(recipe: UserAdapterConfig) -> AdamW:
+    """The recipe's AdamW, not yet initialized."""
+    return AdamW(
+        learning_rate=recipe.learning_rate,
+        betas=[0.9, 0.999],
+        eps=1e-8,
+        weight_decay=recipe.weight_decay,
+        bias_correction=True,
+    )
+
+
+def updated_adapter(
+    optimizer: AdamW, rate: float, gradients: Gradients, adapter: Gradients
+) -> Gradients:
+    """The adapter after a step at this learning rate, computed; the optimizer's state moves on."""
+    optimizer.learning_rate = rate
+    updated: Gradients = optimizer.apply_gradients(gradients, adapter)
+    mx.eval(updated, optimizer.state)
+    return updated
+
+
 def _copy(state: dict[str, Any]) -> dict[str, Any]:
     """The optimizer's state, which it changes in place; the arrays themselves never change."""
     copied: dict[str, Any] = tree_map(lambda array: array, state)
     return copied
 
 
-Gradients = dict[str, mx.array]
-
-
 def _gradients_of(
     device_model: DeviceModel, frozen: _FrozenStates, max_tokens: int, checkpoint: int | None
 ) -> Callable[[Sequence[Example]], tuple[float, Gradients]]:
     """A function of a window: its mean loss per answer token, and the gradients of that."""
-    first = device_model.first_adapted_block
-
-    def loss_sum(batch: _Batch, prefix: mx.array | None, states: mx.array) -> mx.array:
-        return _loss_sum(device_model, batch, prefix, states, first, checkpoint)
-
-    # Differentiates by the adapter's tensors alone: all else is frozen.
-    loss_and_gradients = nn.value_and_grad(device_model.model, loss_sum)
+    graph_of = loss_and_gradients(device_model, checkpoint)
 
     def gradients_of(window: Sequence[Example]) -> tuple[float, Gradients]:
         total, gradients = mx.array(0.0), None
         for batch in _batches(window, max_tokens):
-            loss, own = loss_and_gradients(batch, *frozen.of(batch))
+            loss, own = graph_of(batch, *frozen.of(batch))
             total = total + loss
             gradients = own if gradients is None else tree_map(mx.add, gradients, own)
             mx.eval(total, gradients)
         n_supervised = sum(example.n_supervised_tokens for example in window)
-        named = {name: g / n_supervised for name, g in tree_flatten(gradients)}
-        return total.item() / n_supervised, named
+        return total.item() / n_supervised, mean_gradients(gradients, n_supervised)
 
     return gradients_of
 
 
+def mean_gradients(gradients: Any, n_supervised: int) -> Gradients:
+    """A tree of summed gradients, by tensor and per answer token."""
+    return {name: g / n_supervised for name, g in tree_flatten(gradients)}
+
+
+def loss_and_gradients(
+    device_model: DeviceModel, checkpoint: int | None
+) -> Callable[[Batch, mx.array | None, mx.array], tuple[mx.array, Any]]:
+    """A function of a batch and its frozen states: summed loss and gradients, not yet computed."""
+    first = device_model.first_adapted_block
+
+    def loss_sum(batch: Batch, prefix: mx.array | None, states: mx.array) -> mx.array:
+        return _loss_sum(device_model, batch, prefix, states, first, checkpoint)
+
+    # Differentiates by the adapter's tensors alone: all else is frozen.
+    graph_of: Callable[[Batch, mx.array | None, mx.array], tuple[mx.array, Any]]
+    graph_of = nn.value_and_grad(device_model.model, loss_sum)
+    return graph_of
+
+
 def _loss_sum(
     device_model: DeviceModel,
-    batch: _Batch,
+    batch: Batch,
     prefix: mx.array | None,
     states: mx.array,
     first: int,
@@ -218,12 +243,12 @@ def _for_budget(
     largest = max(batches, key=lambda batch: batch.n_tokens)
     whole = _law(device_model, largest, recomputed=False)
     longest = max((x for window in steps for x in window), key=lambda x: len(x.tokens))
-    alone = _law(device_model, _Batch([longest], 0), recomputed=True)
+    alone = _law(device_model, Batch([longest], 0), recomputed=True)
     group = choose_checkpoint(whole, alone, budget)
     return group, (whole if group is None else alone).peak(group)
 
 
-def _law(device_model: DeviceModel, batch: _Batch, *, recomputed: bool) -> PeakLaw:
+def _law(device_model: DeviceModel, batch: Batch, *, recomputed: bool) -> PeakLaw:
     embed = device_model.model.model.embed_tokens
     prefix = embed(mx.array(batch.prefix)[None]) if batch.prefix else None
     states = embed(batch.tokens)
@@ -264,7 +289,7 @@ class SharedPrefix:
         return joined[0], joined[1]
 
 
-class _Batch:
+class Batch:
     """Examples computed together: their common beginning once, the rest padded on the right.
 
     Attributes:
@@ -291,7 +316,7 @@ class _Batch:
         self.n_tokens = len(self.prefix) + self.tokens.size
 
 
-def _batches(window: Sequence[Example], max_tokens: int) -> list[_Batch]:
+def _batches(window: Sequence[Example], max_tokens: int) -> list[Batch]:
     """The window in batches where padding costs little, or a shared beginning pays for it.
 
     The rest is computed one by one, and where blocks are recomputed (`max_tokens` is 0 then) all of
@@ -303,9 +328,9 @@ def _batches(window: Sequence[Example], max_tokens: int) -> list[_Batch]:
         n_shared = n_common + len(group) * (len(group[-1].tokens) - n_common)
         n_alone = sum(len(example.tokens) for example in group)
         if len(group) > 1 and n_shared <= MAX_PADDED * n_alone:
-            batches.append(_Batch(group, n_common))
+            batches.append(Batch(group, n_common))
         else:
-            batches += [_Batch([example], 0) for example in group]
+            batches += [Batch([example], 0) for example in group]
     return batches
 
 
@@ -346,12 +371,12 @@ class _FrozenStates:
         self._wanted = epochs > 1 and device_model.first_adapted_block > 0
         self._kept: dict[Example, mx.array] | StatesOnDisk | None = None
 
-    def of(self, batch: _Batch) -> tuple[mx.array | None, mx.array]:
+    def of(self, batch: Batch) -> tuple[mx.array | None, mx.array]:
         """The states of the prefix (None without one) and of the rest."""
         if self._wanted and self._kept is None:
             self._keep()
         if self._kept is None:
-            return self._computed(batch)
+            return frozen_states(self._model, batch)
         own, n_common = [self._kept[example] for example in batch.examples], len(batch.prefix)
         rest = [states[n_common:] for states in own]
         length = max(map(len, rest))
@@ -371,23 +396,25 @@ class _FrozenStates:
 
     def _all(self) -> Iterator[tuple[Example, mx.array]]:
         for batch in _batches(self._examples, self._max_tokens):
-            prefix, rest = self._computed(batch)
+            prefix, rest = frozen_states(self._model, batch)
             for example, states in zip(batch.examples, rest, strict=True):
                 own = states[: len(example.tokens) - 1 - len(batch.prefix)]
                 whole = own if prefix is None else mx.concatenate([prefix[0], own])
                 mx.eval(whole)
                 yield example, whole
 
-    def _computed(self, batch: _Batch) -> tuple[mx.array | None, mx.array]:
-        embed, n_frozen = self._model.model.model.embed_tokens, self._model.first_adapted_block
-        prefix, caches = None, None
-        if batch.prefix:
-            caches = [SharedPrefix() for _ in range(n_frozen)]
-            prefix = embed(mx.array(batch.prefix)[None])
-            prefix = self._model.run_blocks(prefix, 0, caches, last=n_frozen)
-        states = self._model.run_blocks(embed(batch.tokens), 0, caches, last=n_frozen)
-        mx.eval(states, [] if prefix is None else prefix)
-        return prefix, states
+
+def frozen_states(device_model: DeviceModel, batch: Batch) -> tuple[mx.array | None, mx.array]:
+    """States in front of the first adapted block, computed: of the prefix and of the rest."""
+    embed, n_frozen = device_model.model.model.embed_tokens, device_model.first_adapted_block
+    prefix, caches = None, None
+    if batch.prefix:
+        caches = [SharedPrefix() for _ in range(n_frozen)]
+        prefix = embed(mx.array(batch.prefix)[None])
+        prefix = device_model.run_blocks(prefix, 0, caches, last=n_frozen)
+    states = device_model.run_blocks(embed(batch.tokens), 0, caches, last=n_frozen)
+    mx.eval(states, [] if prefix is None else prefix)
+    return prefix, states
 
 
 def _existing(path: Path) -> Path:

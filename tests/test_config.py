@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from lamp_eval.__main__ import CONF_DIR  # registers the schema
 from lamp_eval.compose import compose_config
-from lamp_eval.config import ARMS, RunConfig, check, n_adapted_blocks
+from lamp_eval.config import ARMS, MEASURES, RunConfig, check, n_adapted_blocks
 from lamp_eval.data import load_corpus
 from lamp_eval.errors import InputProblems, UserError
 from lamp_eval.tasks import LAMP_TASKS, TASKS
@@ -48,8 +48,9 @@ def test_every_experiment_composes(experiment, setting):
     assert config.name == experiment
     assert config.setting == setting
     assert config.task in TASKS
-    assert config.arms
+    assert bool(config.arms) == (experiment not in MEASURES)
     assert set(config.arms) <= set(ARMS)
+    assert config.measure == (experiment if experiment in MEASURES else None)
     real = "lamp" if experiment.endswith("_benchmark") else "oppu"
     own_data = {"movie_raters_per_user": "movie_raters"}
     assert config.data.source == own_data.get(
@@ -83,7 +84,8 @@ def test_without_any_argument_the_sample_runs():
     assert config.arms == list(ARMS)
 
 
-PER_USER = [name for name in EXPERIMENTS if not name.endswith("_benchmark")]
+BENCHMARKS = [name for name in EXPERIMENTS if name.endswith("_benchmark")]
+PER_USER = [name for name in EXPERIMENTS if name not in (*BENCHMARKS, *MEASURES)]
 
 
 def test_each_task_has_both_experiments():
@@ -92,7 +94,7 @@ def test_each_task_has_both_experiments():
         assert composed(f"experiment={task}_benchmark").task == task
 
 
-@pytest.mark.parametrize("experiment", sorted(set(EXPERIMENTS) - set(PER_USER)))
+@pytest.mark.parametrize("experiment", BENCHMARKS)
 def test_paper_setting_carries_the_benchmarks_recipe(experiment):
     config = composed(f"experiment={experiment}", "setting=paper")
     task, protocol = config.adapter.task, config.protocol
@@ -125,7 +127,8 @@ def test_paper_setting_carries_the_papers_recipes(experiment):
     assert (protocol.train_words, protocol.eval_words) == (768, 368)
     assert (config.quantization.bits, config.quantization.group_size) == (4, 64)
     assert config.model.hub_id == "HuggingFaceTB/SmolLM3-3B"
-    assert config.arms == ["task", "user", "cross_user"]
+    own_arms = {"device_agreement": ["task", "user"]}
+    assert config.arms == own_arms.get(experiment, ["task", "user", "cross_user"])
     assert config.data.max_users == 100
 
 

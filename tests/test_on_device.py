@@ -462,7 +462,7 @@ def _peak(model: DeviceModel, **options: Any) -> tuple[Training, float]:
 @pytest.mark.slow
 def test_recomputing_blocks_takes_the_memory_that_was_predicted(deep_dir: Path) -> None:
     model = DeviceModel(deep_dir, DEEP)
-    whole, alone = (trainer._Batch(LONG[:n], 0) for n in (4, 1))
+    whole, alone = (trainer.Batch(LONG[:n], 0) for n in (4, 1))
     kept = trainer._law(model, whole, recomputed=False)
     assert kept.peak(None) == pytest.approx(_peak(model)[1], rel=0.1)
     law, peaks = trainer._law(model, alone, recomputed=True), {}
