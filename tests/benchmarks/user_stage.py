@@ -460,8 +460,8 @@ def depth(lengths: Sequence[int], n_rounds: int) -> None:
             spread = f"{min(found['later']):.3f}–{max(found['later']):.3f}"
             print(
                 f"{length:4} tokens, checkpoint={checkpoint}: of a step with adapters in all "
-                f"blocks the first epoch's take {first:.3f} ({predicted:.3f} by operations), later ones "
-                f"{later:.3f} ({spread}; 0.500)",
+                f"blocks the first epoch's take {first:.3f} ({predicted:.3f} by operations), later "
+                f"ones {later:.3f} ({spread}; 0.500)",
                 flush=True,
             )
 
