@@ -389,10 +389,10 @@ def run_side(name: str, job: Row) -> None:
 # The measures
 
 
-def ideal_seconds(n_tokens: int, gflops: float, n_backward: int = N_BLOCKS) -> float:
-    """One example's products at the machine's rate: forward, and by the inputs where needed."""
-    weights = BLOCK_WEIGHTS * (N_BLOCKS + n_backward)
-    flops = 2 * weights * n_tokens + 2 * 2 * VOCABULARY * WIDTH * ANSWER_TOKENS
+def ideal_seconds(length: int, share: float, gflops: float) -> float:
+    """One example's products at the machine's rate, its share of a window's beginning included."""
+    n_tokens = length * (1 - share + share / 8) + ANSWER_TOKENS
+    flops = 2 * 2 * (BLOCK_WEIGHTS * N_BLOCKS * n_tokens + VOCABULARY * WIDTH * ANSWER_TOKENS)
     return flops / gflops / 1e9
 
 
@@ -417,7 +417,7 @@ def against_mlx_lm(lengths: Sequence[int], n_theirs: int) -> None:
         ):  # fmt: skip
             found = side("ours, MLX", examples=[32, length, share], **options)
             own, own_mb = statistics.median(found["seconds"][1:]) / 8, found["peak_bytes"] / 1e6
-            ideal = ideal_seconds(n_tokens, found["gflops"])
+            ideal = ideal_seconds(length, share, found["gflops"])
             print(
                 f"            {title:<38} {n_tokens / own:7.1f} tokens/s = {seconds / own:5.1f} ×, "
                 f"{own_mb:.0f} MB = {own_mb / theirs_mb:.0%} above "
@@ -439,12 +439,12 @@ def against_trainer(lengths: Sequence[int], n_rounds: int) -> None:
                 pairs.append([statistics.median(r["seconds"][1:]) / 8 for r in (theirs, found)])
             ratios = [theirs / own for theirs, own in pairs]
             own, n_tokens = statistics.median(own for _, own in pairs), length + ANSWER_TOKENS
+            ideal = ideal_seconds(length, share, found["gflops"])
             print(
                 f"{length:4} tokens, {share:.0%} in common: torch backend {n_tokens / own:.0f} "
                 f"tokens/s = {statistics.median(ratios):.2f} × Trainer "
                 f"({min(ratios):.2f}–{max(ratios):.2f}); "
-                f"{ideal_seconds(n_tokens, found['gflops']) / own:.0%} of "
-                f"{found['gflops']:.0f} GFLOP/s",
+                f"{ideal / own:.0%} of {found['gflops']:.0f} GFLOP/s",
                 flush=True,
             )
 
