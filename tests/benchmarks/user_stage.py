@@ -415,7 +415,7 @@ def against_mlx_lm(lengths: Sequence[int], n_theirs: int) -> None:
             ("one by one, packed weights in memory", 0.0,
              {"tokens_per_pass": 1, "path": "dequantize"}),
         ):  # fmt: skip
-            found = side("ours, MLX", examples=[32, length, share], **options)
+            found = side("ours, MLX", examples=[24, length, share], **options)
             own, own_mb = statistics.median(found["seconds"][1:]) / 8, found["peak_bytes"] / 1e6
             ideal = ideal_seconds(length, share, found["gflops"])
             print(
