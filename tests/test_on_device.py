@@ -892,6 +892,35 @@ def test_likelihoods_of_labels_are_those_of_whole_sequences(
     assert len({round(x, 3) for row in found for x in row}) > 3
 
 
+def test_labels_bound_the_tokens_computed_together(
+    answering: DeviceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("on_device.generate")
+    compute, read = module._mean_log_likelihoods, module._read
+    passes: list[list[int]] = []
+    n_tokens: list[int] = []
+    n_read: list[int] = []
+
+    def counted(model: Any, first: Any, cache: Any, rows: Any, labels: Any) -> Any:
+        passes.append([len(label) for label in labels])
+        n_tokens.append(len(rows) * (cache[0].size() + max(map(len, labels))))
+        return compute(model, first, cache, rows, labels)
+
+    def counted_read(model: Any, prefix: Any, suffixes: Any) -> Any:
+        n_read.append(len(suffixes))
+        return read(model, prefix, suffixes)
+
+    monkeypatch.setattr(module, "_mean_log_likelihoods", counted)
+    monkeypatch.setattr(module, "_read", counted_read)
+    labels = [_tokens(n, 40 + i) for i, n in enumerate([5, 1, 3, 2])]
+    label_log_likelihoods(answering, _prompts(18), labels, tokens_per_pass=100)
+    assert n_read == [5, 2]  # 13 and 30 tokens each, behind a beginning of 18
+    assert max(n_tokens) <= 100
+    # At 36 tokens of prompt and label two fit into a pass, at 53 one; the shortest labels first.
+    assert [len(own) for own in passes] == [2] * 10 + [1] * 8
+    assert [n for own in passes[:10] for n in own] == sorted([1, 2, 3, 5] * 5)
+
+
 def test_generation_of_equal_prompts_and_of_one_prompt(answering: DeviceModel) -> None:
     prompt = _tokens(12, 8)
     expected = _naive(answering, prompt, 4, NO_EOS)
