@@ -38,7 +38,7 @@ def candidates(logits: mx.array) -> tuple[mx.array, mx.array]:
     order = mx.argsort(scores, axis=-1)  # stable: equal ones by id
     ascending = mx.softmax(mx.take_along_axis(scores, order, axis=-1), axis=-1)
     kept = mx.cumsum(ascending, axis=-1) > 1 - TOP_P
-    kept = mx.put_along_axis(mx.zeros_like(kept), order, kept, axis=-1)
+    kept = mx.take_along_axis(kept, mx.argsort(order, axis=-1), axis=-1)  # by id again
     return ids, mx.softmax(mx.where(kept, scores, -mx.inf), axis=-1)
 
 
