@@ -56,7 +56,7 @@ class Pipeline:
         self._base_hash: str | None = None  # of what is loaded, once something is trained on it
 
     def execute(self, progress: Progress) -> None:
-        """Computes what is missing, in order; each unit is kept as soon as it is done."""
+        """Computes what is missing, in order; what is done is kept, answers after a few passes."""
         adapters, torch_trains = list(self.plan.user_units.values()), self._torch_trains()
         with self.plan.child:
             if self.plan.task_unit:
@@ -107,7 +107,7 @@ class Pipeline:
     def _answer(self, arm_name: str, progress: Progress) -> None:
         """An arm's answers; users whom no adapter of their own serves are answered together.
 
-        The prompts' lengths decide who is. What is kept is each user's, as if alone.
+        Users with prompts of like length, that is. What is kept is each user's, as if alone.
         """
         title, users = f"arm {arm_name}", self.plan.corpus.users
         bar = progress.add_task(title, total=len(users), tokens=0)

@@ -1,4 +1,4 @@
-"""Seeds that depend on the user alone, never on the order of users or on what ran before."""
+"""Seeds that depend on the user and the query alone, never on their order or on what ran before."""
 
 from __future__ import annotations
 
