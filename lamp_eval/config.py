@@ -15,7 +15,8 @@ from lamp_eval.errors import UserError, raise_if_any
 ARMS = ("base", "base_retrieval", "task", "task_retrieval", "user", "cross_user")
 PROTOCOLS = ("oppu", "oppu_released", "lamp_chat")
 RETRIEVAL = ("bm25", "dense", "recency", "random")
-DECODING = ("greedy", "labels")
+DECODING = ("greedy", "labels", "oppu_sampled")
+N_SAMPLED_TOKENS = 200  # new ones at most in oppu_sampled, whatever the task
 BACKWARD_PATHS = ("packed", "packed_generic", "dequantize", "resident")
 MEASURES = ("kernel_ab",)
 MIN_MEASURED_TOKENS = 8  # half of them prompt, half of them answer
@@ -75,7 +76,9 @@ class ProtocolConfig:
     max_tokens: int = 2048
     retrieval: str = "bm25"  # bm25 | dense | recency (the newest) | random: which k records
     embedding_model: str | None = None  # of dense: a directory with a sentence-embedding model
-    decoding: str = "greedy"  # greedy | labels: the label of the highest log-likelihood per token
+    # greedy | labels: the label of the highest log-likelihood per token | oppu_sampled: as OPPU's
+    # released code, temperature 0.1, then top-k 10, then top-p 0.9, a seed per user
+    decoding: str = "greedy"
     date: str = "2026-01-01"  # what a chat template takes for today
 
 
@@ -261,7 +264,7 @@ def check(config: RunConfig) -> None:
         protocol.decoding != "labels" or task is None or bool(task.labels),
         "protocol.decoding",
         protocol.decoding,
-        f"greedy: {config.task} has no labels",
+        f"greedy or oppu_sampled: {config.task} has no labels",
         "set protocol.decoding=greedy",
     )
     need(_is_date(protocol.date), "protocol.date", protocol.date, "a date such as 2026-01-01")
@@ -273,7 +276,8 @@ def check(config: RunConfig) -> None:
     )
     at_least("protocol.train_words", protocol.train_words, 1)
     at_least("protocol.eval_words", protocol.eval_words, 1)
-    at_least("protocol.max_tokens", protocol.max_tokens, 64)
+    n_sampled = N_SAMPLED_TOKENS if protocol.decoding == "oppu_sampled" else 0
+    at_least("protocol.max_tokens", protocol.max_tokens, 64 + n_sampled)
     retrieval_arms = {"base_retrieval", "task_retrieval"} & set(config.arms)
     need(
         not (retrieval_arms and protocol.k == 0),

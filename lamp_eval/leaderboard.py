@@ -16,7 +16,11 @@ from lamp_eval.results import LEADERBOARD_COLUMNS
 from lamp_eval.statistics import compare
 from lamp_eval.tasks import TASKS, Task
 
-_DECODING = {"greedy": "greedy", "labels": "labels by log-likelihood per token"}
+_DECODING = {
+    "greedy": "greedy",
+    "labels": "labels by log-likelihood per token",
+    "oppu_sampled": "sampled, temperature 0.1, top-k 10, top-p 0.9",
+}
 
 
 def leaderboard_rows(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lamp_eval import display, environment, methods
 from lamp_eval.errors import UserError
 from lamp_eval.metrics import score_output
 from lamp_eval.plan import Plan, Unit
-from lamp_eval.records import Prediction, User
+from lamp_eval.records import Prediction, Request, User, like_lengths
 from lamp_eval.results import StageRecord
 from lamp_eval.schedule import TrainingStep
 from lamp_eval.store import key_hash
@@ -28,6 +29,10 @@ from lamp_eval.training import METRICS, Training
 NO_MEMORY = ("can't allocate memory", "out of memory", "[metal::malloc]", "Insufficient Memory")
 # How MLX and safetensors say that a disk or a quota is full, or a file too large.
 _NOT_WRITTEN = ("[write] Unable to write", "os error 28", "os error 122", "os error 27")
+
+# So many passes' worth of answers are generated before they are written: no more is lost by a kill,
+# and with one query a user few passes are not full.
+PASSES_AT_ONCE = 8
 
 TRAINING = "training.json"  # beside a user adapter: how its training ended
 
@@ -50,7 +55,7 @@ class Pipeline:
         self._base_hash: str | None = None  # of what is loaded, once something is trained on it
 
     def execute(self, progress: Progress) -> None:
-        """Computes what is missing, in order; each unit is kept as soon as it is done."""
+        """Computes what is missing, in order; what is done is kept, answers after a few passes."""
         adapters, torch_trains = list(self.plan.user_units.values()), self._torch_trains()
         with self.plan.child:
             if self.plan.task_unit:
@@ -68,8 +73,7 @@ class Pipeline:
         if adapters and not torch_trains:
             self._build(progress, adapters, "user adapters", self._train_user_adapter)
         for name in (name for name in self.plan.arms if name not in self.plan.methods):
-            answers = [self.plan.prediction_units[name, user.id] for user in self.plan.corpus.users]
-            self._build(progress, answers, f"arm {name}", self._generate)
+            self._answer(name, progress)
         self._loaded = None  # its memory is the methods' now
         for name in self.plan.methods:
             self._call_method(name, progress)
@@ -89,29 +93,97 @@ class Pipeline:
         for unit in units:
             start, reused = time.perf_counter(), self.plan.done(unit)
             if not reused:
-                progress.update(bar, description=f"{title} · {unit.what}"[:40])
-                with self.plan.store.build(unit.stage, unit.key) as folder:
-                    try:
-                        work(unit, folder, progress, bar)
-                    except Exception as error:
-                        mistake = _mistake(error, unit, folder.parent)
-                        if mistake is None:
-                            raise
-                        raise mistake from error
-                if not self.console.is_terminal:  # bars show there only at the end
-                    seconds = display.duration(time.perf_counter() - start)
-                    self.console.print(f"  {title} · {unit.what}: {seconds}")
-            self.stages.append(
-                StageRecord(
-                    stage=unit.stage,
-                    what=unit.what,
-                    path=str(self.plan.store.path(unit.stage, unit.key)),
-                    reused=reused,
-                    seconds=time.perf_counter() - start,
-                )
-            )
+                with (
+                    self._shown(progress, bar, title, unit.what),
+                    self._explained(unit.stage, unit.what),
+                    self.plan.store.build(unit.stage, unit.key) as folder,
+                ):
+                    work(unit, folder, progress, bar)
+            self._record(unit, reused, time.perf_counter() - start)
             progress.advance(bar)
-        all_reused = units and all(stage.reused for stage in self.stages[-len(units) :])
+        self._show_end(progress, bar, title, len(units))
+
+    def _answer(self, arm_name: str, progress: Progress) -> None:
+        """An arm's answers; users whom no adapter of their own serves are answered together.
+
+        Users with prompts of like length, that is. What is kept is each user's, as if alone.
+        """
+        title, users = f"arm {arm_name}", self.plan.corpus.users
+        bar = progress.add_task(title, total=len(users), tokens=0)
+        groups, together = [], []
+        for user in users:
+            unit = self.plan.prediction_units[arm_name, user.id]
+            if self.plan.done(unit):
+                self._record(unit, True, 0.0)
+                progress.advance(bar)
+            elif self.plan.adapter_owner(arm_name, user):
+                groups.append([user])
+            else:
+                together.append(user)
+        if together:
+            n_new = self.plan.encoder.max_new_tokens
+            requests = [self.plan.inputs.requests(arm_name, user) for user in together]
+            n_tokens = [sum(len(r.prompt) + n_new for r in own) for own in requests]
+            limit = PASSES_AT_ONCE * self.plan.config.executor.tokens_per_pass
+            groups += [[together[i] for i in rows] for rows in like_lengths(n_tokens, 0, limit)]
+        for group in groups:
+            self._answer_together(arm_name, group, progress, bar)
+        self._show_end(progress, bar, title, len(users))
+
+    def _answer_together(
+        self, arm_name: str, users: Sequence[User], progress: Progress, bar: Any
+    ) -> None:
+        """Keeps the answers to all queries of users whom the same adapter, or none, serves."""
+        start = time.perf_counter()
+        units = [self.plan.prediction_units[arm_name, user.id] for user in users]
+        requests = [self.plan.inputs.requests(arm_name, user) for user in users]
+        others = f" and {len(users) - 1} more" if len(users) > 1 else ""
+        what, stage = f"{units[0].what}{others}", units[0].stage
+        with (
+            self._shown(progress, bar, f"arm {arm_name}", what),
+            self._explained(stage, what),
+        ):
+            rows = iter(self._generate(arm_name, users, [r for own in requests for r in own]))
+            for unit, own in zip(units, requests, strict=True):
+                with self.plan.store.build(stage, unit.key) as folder:
+                    text = json.dumps(list(islice(rows, len(own))))
+                    (folder / "answers.json").write_text(text + "\n")
+        seconds = time.perf_counter() - start
+        n_tokens = [sum(len(request.prompt) for request in own) for own in requests]
+        for unit, n in zip(units, n_tokens, strict=True):
+            self._record(unit, False, seconds * n / sum(n_tokens))
+        _count_tokens(progress, bar, sum(n_tokens))
+        progress.advance(bar, len(units))
+
+    @contextmanager
+    def _shown(self, progress: Progress, bar: Any, title: str, what: str) -> Iterator[None]:
+        """What is computed inside, on its bar; once done, a line where there are no bars."""
+        start = time.perf_counter()
+        progress.update(bar, description=f"{title} · {what}"[:40])
+        yield
+        if not self.console.is_terminal:  # bars show there only at the end
+            seconds = display.duration(time.perf_counter() - start)
+            self.console.print(f"  {title} · {what}: {seconds}")
+
+    @contextmanager
+    def _explained(self, stage: str, what: str) -> Iterator[None]:
+        """A library's error inside becomes a `UserError` if it is one that a user can mend."""
+        try:
+            yield
+        except Exception as error:
+            mistake = _mistake(error, f"{stage}, {what}", self.plan.store.root / stage)
+            if mistake is None:
+                raise
+            raise mistake from error
+
+    def _record(self, unit: Unit, reused: bool, seconds: float) -> None:
+        path = str(self.plan.store.path(unit.stage, unit.key))
+        self.stages.append(
+            StageRecord(stage=unit.stage, what=unit.what, path=path, reused=reused, seconds=seconds)
+        )
+
+    def _show_end(self, progress: Progress, bar: Any, title: str, n_units: int) -> None:
+        all_reused = n_units and all(stage.reused for stage in self.stages[-n_units:])
         progress.update(bar, description=f"{title}{' (reused)' if all_reused else ''}")
 
     def _train_task_adapter(self, unit: Unit, folder: Path, progress: Progress, bar: Any) -> None:
@@ -199,46 +271,45 @@ class Pipeline:
         )
         return training
 
-    def _generate(self, unit: Unit, folder: Path, progress: Progress, bar: Any) -> None:
+    def _generate(
+        self, arm_name: str, users: Sequence[User], requests: Sequence[Request]
+    ) -> list[dict[str, Any]]:
+        """The answers to the users' requests, in their order, as `answers.json` keeps them."""
         from on_device.generate import generate, label_log_likelihoods
 
-        arm_name, user_id = unit.what.split(", ", 1)
-        user, chosen = self.plan.users[user_id], self.plan.arms[arm_name]
+        chosen, encoder, labels = self.plan.arms[arm_name], self.plan.encoder, self.plan.label_ids
         model = self._device_model(chosen.task_adapter)
-        owner = self.plan.adapter_owner(arm_name, user)
+        owner = self.plan.adapter_owner(arm_name, users[0])
         if owner:
             owner_unit = self.plan.user_units[owner.id]
             adapter_dir = self.plan.store.path(owner_unit.stage, owner_unit.key)
             model.load_adapter(adapter_dir, may_be_zero=self._stopped(owner_unit) is not None)
         elif chosen.task_adapter:
             model.reset_adapter(0)  # B = 0: exactly the task base
-        prompts = [request.prompt for request in self.plan.inputs.requests(arm_name, user)]
-        encoder, labels = self.plan.encoder, self.plan.label_ids
+        prompts = [request.prompt for request in requests]
+        tokens_per_pass = self.plan.config.executor.tokens_per_pass
         if labels is not None:
             rows = []
             for found in label_log_likelihoods(
-                model,
-                prompts,
-                list(labels.values()),
-                tokens_per_pass=self.plan.config.executor.tokens_per_pass,
+                model, prompts, list(labels.values()), tokens_per_pass=tokens_per_pass
             ):
                 by_label = dict(zip(labels, found, strict=True))
                 best = max(by_label, key=by_label.__getitem__)
                 rows.append({"output": best, "finished": True, "log_likelihoods": by_label})
-        else:
-            answers = generate(
-                model,
-                prompts,
-                max_new_tokens=encoder.max_new_tokens,
-                eos_token_id=encoder.eos_token_id,
-                tokens_per_pass=self.plan.config.executor.tokens_per_pass,
-            )
-            rows = [
-                {"output": encoder.answer_text(answer.tokens), "finished": answer.finished}
-                for answer in answers
-            ]
-        _count_tokens(progress, bar, sum(len(prompt) for prompt in prompts))
-        (folder / "answers.json").write_text(json.dumps(rows) + "\n")
+            return rows
+        seeds = [seed for user in users for seed in self.plan.sample_seeds(user) or ()]
+        answers = generate(
+            model,
+            prompts,
+            max_new_tokens=encoder.max_new_tokens,
+            eos_token_id=encoder.eos_token_id,
+            tokens_per_pass=tokens_per_pass,
+            seeds=seeds or None,
+        )
+        return [
+            {"output": encoder.answer_text(answer.tokens), "finished": answer.finished}
+            for answer in answers
+        ]
 
     def _device_model(self, task_adapter: bool) -> Any:
         """The base in memory, one at a time."""
@@ -313,7 +384,7 @@ class Pipeline:
         return max(environment.peak_memory_bytes(resource.RUSAGE_SELF), self._peak_with_child)
 
 
-def _mistake(error: Exception, unit: Unit, folder: Path) -> UserError | None:
+def _mistake(error: Exception, what: str, folder: Path) -> UserError | None:
     """What a library's error means, if it is one that a user can mend."""
     if any(words in str(error) for words in _NOT_WRITTEN):
         return UserError(
@@ -326,7 +397,7 @@ def _mistake(error: Exception, unit: Unit, folder: Path) -> UserError | None:
         return UserError(
             expected="enough memory",
             found=str(error).splitlines()[0] if str(error) else "too little",
-            where=f"{unit.stage}, {unit.what}",
+            where=what,
             fix="free some memory or lower executor.tokens_per_pass; "
             "the same command then continues",
         )

@@ -28,7 +28,7 @@ from lamp_eval.layers import quantized_layers
 from lamp_eval.prompts import make_encoder
 from lamp_eval.records import Example, User
 from lamp_eval.schedule import n_task_steps, n_user_steps
-from lamp_eval.seeds import user_seed
+from lamp_eval.seeds import query_seed, user_seed
 from lamp_eval.store import Store, key_hash
 from lamp_eval.tasks import Task
 
@@ -276,6 +276,12 @@ class Plan:
             return None
         return {label: self.encoder.answer_ids(label) for label in self.task.labels}
 
+    def sample_seeds(self, user: User) -> list[int] | None:
+        """A seed for each of the user's queries, if answers are sampled."""
+        if self.config.protocol.decoding != "oppu_sampled":
+            return None
+        return [query_seed(self.config.seed, user.id, query.id) for query in user.queries]
+
     @cached_property
     def prediction_units(self) -> dict[tuple[str, str], Unit]:
         """The answers of one arm to one user's queries, by arm and user id."""
@@ -305,6 +311,9 @@ class Plan:
                         request.prompt_hash for request in self.inputs.requests(name, user)
                     ],
                 }
+                seeds = self.sample_seeds(user)
+                if seeds:  # the keys of other answers do not know of them
+                    key["sample_seeds"] = seeds
                 units[name, user.id] = Unit("predictions", f"{name}, {user.id}", key)
         return units
 

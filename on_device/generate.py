@@ -1,4 +1,7 @@
-"""Greedy generation, batched, and the likelihood of labels; a common beginning is computed once."""
+"""Answers, greedy or sampled, and the likelihood of labels, in batches.
+
+The common beginning of all prompts is computed once.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from lamp_eval.errors import UserError
 from lamp_eval.records import like_lengths, n_common_tokens
 from on_device.model import DeviceModel
+from on_device.sampling import random_number, sample
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,9 @@ def generate(
     max_new_tokens: int,
     eos_token_id: int,
     tokens_per_pass: int,
+    seeds: Sequence[int] | None = None,
 ) -> list[Answer]:
-    """Answers each prompt greedily; batched answers equal those of one prompt at a time.
+    """Answers each prompt; batched answers equal those of one prompt at a time.
 
     Args:
         device_model: a model; its adapter, if it has one, is in effect.
@@ -38,6 +43,7 @@ def generate(
         max_new_tokens: per prompt, EOS included.
         eos_token_id: ends an answer.
         tokens_per_pass: bounds the prompts computed together by their tokens and padding.
+        seeds: one of each prompt, to sample as in `on_device.sampling`; None: greedily.
 
     Returns:
         One answer per prompt, in the order of `prompts`.
@@ -57,6 +63,7 @@ def generate(
             [prompts[i][n_common:] for i in rows],
             max_new_tokens,
             eos_token_id,
+            [seeds[i] for i in rows] if seeds else None,
         )
         answers.update(zip(rows, found, strict=True))
     return [answers[i] for i in range(len(prompts))]
@@ -75,8 +82,8 @@ def label_log_likelihoods(
         device_model: a model; its adapter, if it has one, is in effect.
         prompts: token ids, none empty.
         labels: token ids of each label, its EOS included.
-        tokens_per_pass: bounds the labels computed together, by the tokens of the prompt that each
-            of them attends to, and their own.
+        tokens_per_pass: bounds the prompts computed together by their tokens and padding, and the
+            labels by the tokens of the prompt that each of them attends to, and their own.
 
     Returns:
         A row per prompt, with log-likelihoods per token in nats, those of `labels` in their order.
@@ -85,42 +92,65 @@ def label_log_likelihoods(
         UserError: the model's attention cache cannot be batched.
     """
     n_common = n_common_tokens(prompts)
-    common = _prefill(device_model, prompts[0][:n_common]) if n_common else None
-    longest = max(map(len, labels))
-    found = []
-    for prompt in prompts:
-        cache = [
-            BatchKVCache.merge([c]) if common else BatchKVCache([0])
-            for c in common or device_model.blocks
-        ]
-        states = device_model.model.model(mx.array(prompt[n_common:])[None], cache=cache)[:, -1:]
-        first, read = device_model.head(states), [c.extract(0) for c in cache]  # (1, 1, V)
-        n_at_once = max(1, tokens_per_pass // (len(prompt) + longest))
-        row: list[float] = []
-        for start in range(0, len(labels), n_at_once):
-            row += _mean_log_likelihoods(device_model, first, read, labels[start:][:n_at_once])
-        found.append(row)
+    prefix = _prefill(device_model, prompts[0][:n_common]) if n_common else None
+    found = [[0.0] * len(labels) for _ in prompts]
+    # The labels of like length together, of whichever prompts, so that few of them are padded.
+    shortest_first = sorted(range(len(labels)), key=lambda label: len(labels[label]))
+    own_lengths = [len(prompt) - n_common for prompt in prompts]
+    for rows in like_lengths(own_lengths, 0, tokens_per_pass):
+        cache, states = _read(device_model, prefix, [prompts[i][n_common:] for i in rows])
+        first = device_model.head(states)  # (B, 1, V)
+        pairs = [(row, label) for label in shortest_first for row in range(len(rows))]
+        n_attended = cache[0].size() + max(map(len, labels))
+        n_at_once = max(1, tokens_per_pass // n_attended)
+        for start in range(0, len(pairs), n_at_once):
+            own_rows, own_labels = zip(*pairs[start:][:n_at_once], strict=True)
+            means = _mean_log_likelihoods(
+                device_model, first, cache, own_rows, [labels[label] for label in own_labels]
+            )
+            for row, label, mean in zip(own_rows, own_labels, means, strict=True):
+                found[rows[row]][label] = mean
     return found
 
 
 def _mean_log_likelihoods(
     device_model: DeviceModel,
     first: mx.array,
-    read: Sequence[KVCache],
+    cache: Sequence[BatchKVCache],
+    rows: Sequence[int],
     labels: Sequence[Sequence[int]],
 ) -> list[float]:
-    """Of labels computed together, behind the prompt that is in `read`; `first`: its logits."""
+    """Of labels computed together, each behind the prompt in its row of `cache`.
+
+    `first` (B, 1, V) has the logits of the labels' first tokens.
+    """
     targets = _padded_right(labels)  # (N, T)
     lengths = mx.array([len(label) for label in labels])
-    logits = mx.broadcast_to(first, (len(labels), 1, first.shape[-1]))
-    if targets.shape[1] > 1:
-        cache = [BatchKVCache.merge([c] * len(labels)) for c in read]
-        rest = device_model.head(device_model.model.model(targets[:, :-1], cache=cache))
+    logits = first[mx.array(rows)]  # (N, 1, V)
+    n_read = targets.shape[1] - 1
+    if n_read:
+        copies = [_copied_rows(c, mx.array(rows), n_read) for c in cache]
+        rest = device_model.head(device_model.model.model(targets[:, :-1], cache=copies))
         logits = mx.concatenate([logits, rest], axis=1)
     losses = nn.losses.cross_entropy(logits.astype(mx.float32), targets, reduction="none")
     weights = mx.arange(targets.shape[1]) < lengths[:, None]
     means: list[float] = (-(losses * weights).sum(axis=1) / lengths).tolist()
     return means
+
+
+def _copied_rows(cache: BatchKVCache, rows: mx.array, n_free: int) -> BatchKVCache:
+    """A cache of these rows, each as often as it is named, with room for `n_free` more tokens."""
+    keys, values, offset, left_padding, n_read = cache.state
+    room = [(0, 0), (0, 0), (0, n_free), (0, 0)]
+    copy = BatchKVCache([])
+    copy.state = (
+        mx.pad(keys[rows, :, :n_read], room),
+        mx.pad(values[rows, :, :n_read], room),
+        offset[rows],
+        left_padding[rows],
+        n_read,
+    )
+    return copy
 
 
 def _padded_right(rows: Sequence[Sequence[int]]) -> mx.array:
@@ -150,36 +180,43 @@ def _new_cache(device_model: DeviceModel) -> list[KVCache]:
     return cache
 
 
-def _answer_batch(
-    device_model: DeviceModel,
-    prefix: list[KVCache] | None,
-    suffixes: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    eos_token_id: int,
-) -> list[Answer]:
-    n_rows, length = len(suffixes), max(len(suffix) for suffix in suffixes)
-    padding = [length - len(suffix) for suffix in suffixes]
-    tokens = mx.array(
-        [[*suffix, *[0] * pad] for suffix, pad in zip(suffixes, padding, strict=True)]
-    )
+def _read(
+    device_model: DeviceModel, prefix: list[KVCache] | None, suffixes: Sequence[Sequence[int]]
+) -> tuple[list[BatchKVCache], mx.array]:
+    """Keys and values of prompts, the common prefix included, and their last states (B, 1, D)."""
+    n_rows, lengths = len(suffixes), [len(suffix) for suffix in suffixes]
     # Right-padded for the prompt; `finalize` then rolls the padding in front of each row.
     cache = [
         BatchKVCache.merge([c] * n_rows) if prefix else BatchKVCache([0] * n_rows)
         for c in prefix or device_model.blocks
     ]
     for c in cache:
-        c.prepare(right_padding=padding)
-    states = device_model.model.model(tokens, cache=cache)  # (B, T, D)
-    last = mx.array([len(suffix) - 1 for suffix in suffixes])
-    states = mx.take_along_axis(states, last[:, None, None], axis=1)  # (B, 1, D)
+        c.prepare(right_padding=[max(lengths) - length for length in lengths])
+    states = device_model.model.model(_padded_right(suffixes), cache=cache)  # (B, T, D)
     for c in cache:
         c.finalize()
+    last = mx.array(lengths)[:, None, None] - 1
+    return cache, mx.take_along_axis(states, last, axis=1)
 
+
+def _answer_batch(
+    device_model: DeviceModel,
+    prefix: list[KVCache] | None,
+    suffixes: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    eos_token_id: int,
+    seeds: Sequence[int] | None,
+) -> list[Answer]:
+    cache, states = _read(device_model, prefix, suffixes)
     answers: list[list[int]] = [[] for _ in suffixes]
-    open_rows = list(range(n_rows))  # the row of `cache` → the row of `answers`
-    finished = [False] * n_rows
+    open_rows = list(range(len(suffixes)))  # the row of `cache` → the row of `answers`
+    finished = [False] * len(suffixes)
     for n_new in range(1, max_new_tokens + 1):
-        next_tokens = mx.argmax(device_model.head(states[:, -1]), axis=-1)
+        logits = device_model.head(states[:, -1])  # (B, V)
+        if seeds:
+            next_tokens = sample(logits, [random_number(seeds[row], n_new) for row in open_rows])
+        else:
+            next_tokens = mx.argmax(logits, axis=-1)
         mx.eval(next_tokens, [c.state[:2] for c in cache])
         keep = []
         for position, token in enumerate(next_tokens.tolist()):

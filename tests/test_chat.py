@@ -231,6 +231,7 @@ def test_every_label_fits_into_an_answer(tokenizer):
     assert n_longest >= TASKS["movie_tagging"].max_new_tokens  # the premise: a poor tokenizer
     assert encoder(tokenizer).max_new_tokens == n_longest + 1
     assert encoder(tokenizer, "news_headline").max_new_tokens == 64
+    assert encoder(tokenizer, decoding="oppu_sampled").max_new_tokens == 200
 
 
 def test_records_are_cut_first_then_the_middle_of_the_text(tokenizer):

@@ -413,3 +413,12 @@ def test_free_text_has_no_labels_to_choose_from() -> None:
     with pytest.raises(UserError, match="news_headline has no labels"):
         compose_config({"task": "news_headline"}, by_labels)
     assert compose_config({"task": "product_rating"}, by_labels).protocol.decoding == "labels"
+
+
+def test_sampled_answers_need_room() -> None:
+    sampled = {"decoding": "oppu_sampled", "max_tokens": 263}
+    with pytest.raises(UserError, match="protocol.max_tokens to a number of at least 264"):
+        compose_config({}, {"protocol": sampled})
+    assert (
+        compose_config({}, {"protocol": sampled | {"max_tokens": 264}}).protocol.max_tokens == 264
+    )

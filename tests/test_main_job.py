@@ -1,14 +1,16 @@
 """The main job end to end: the command line on a tiny random model."""
 
 import csv
+import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,13 @@ from typing import Any
 import pytest
 from tiny import make_tiny_model
 
-from lamp_eval.__main__ import main
+from lamp_eval import __main__ as command_line
+from lamp_eval import pipeline
 from lamp_eval.compare import pairs_of_files, report
 from lamp_eval.config import ARMS, BACKWARD_PATHS
 from lamp_eval.data.lamp import read_users
 from lamp_eval.metrics import RULES
+from lamp_eval.prompts import oppu
 from lamp_eval.results import RunRecord
 from lamp_eval.score import score_files
 from lamp_eval.tasks import TASKS
@@ -112,6 +116,23 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 def _reused(record: RunRecord, stage: str) -> list[bool]:
     return [s.reused for s in record.stages if s.stage == stage]
+
+
+def _run_here(options: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line in this process, which saves the imports."""
+    for name in ("HYDRA_FULL_ERROR", "TRANSFORMERS_VERBOSITY"):  # `main` sets them
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    for name in ("_finished", "_mistakes"):  # of a command run before, in this process
+        monkeypatch.setattr(command_line, name, [])
+    monkeypatch.setattr(sys, "argv", ["lamp_eval", *options])
+    command_line.main()
+
+
+def _with_stages(runs: Runs, output_dir: Path, *stages: str) -> Path:
+    """A folder of results that has these stages of the first run to reuse."""
+    for stage in stages:
+        shutil.copytree(runs.output_dir / "stages" / stage, output_dir / "stages" / stage)
+    return output_dir
 
 
 # A whole run
@@ -321,9 +342,7 @@ def test_sweep_over_blocks_shares_the_first_stages(runs: Runs) -> None:
 def test_interrupted_run_continues(
     runs: Runs, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    output_dir = tmp_path / "outputs"
-    for stage in ("task_adapters", "bases"):
-        shutil.copytree(runs.output_dir / "stages" / stage, output_dir / "stages" / stage)
+    output_dir = _with_stages(runs, tmp_path / "outputs", "task_adapters", "bases")
     options = runs.options(output_dir, arms="[task,user]", data__n_users=3, adapter__user__epochs=8)
     adapters = output_dir / "stages" / "user_adapters"
 
@@ -389,6 +408,120 @@ def test_answers_chosen_among_the_labels(runs: Runs) -> None:
     assert {float(row["failed_parse_rate"]) for row in rows} == {0.0}
 
 
+def _answer_keys(output_dir: Path) -> dict[str, dict[str, Any]]:
+    """The keys of all answers, by the names of their folders."""
+    files = (output_dir / "stages" / "predictions").glob("*/key.json")
+    return {path.parent.name: json.loads(path.read_text()) for path in files}
+
+
+def test_sampled_answers(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oppu, "N_SAMPLED_TOKENS", 20)  # 200 take their time
+
+    def predictions(name: str, **changed: Any) -> dict[str, list[dict[str, Any]]]:
+        stages = ("task_adapters", "bases", "user_adapters")
+        output_dir = _with_stages(runs, tmp_path / name, *stages)
+        changed = {"arms": "[base,task,user]", "protocol__decoding": "oppu_sampled"} | changed
+        _run_here(runs.options(output_dir, **changed), monkeypatch)
+        (run_dir,) = _finished(output_dir)
+        rows = _rows(run_dir / "leaderboard.csv")
+        assert {row["decoding"] for row in rows} == {
+            "sampled, temperature 0.1, top-k 10, top-p 0.9"
+        }
+        return {arm: _predictions(run_dir, arm) for arm in _record(run_dir).config["arms"]}
+
+    first = predictions("first")
+    assert predictions("again") == first
+    assert predictions("other seed", arms="[base]", seed=1)["base"] != first["base"]
+    keys, greedy = _answer_keys(tmp_path / "first"), _answer_keys(runs.output_dir)
+    assert len(keys) == 3 * 3
+    assert not keys.keys() & greedy.keys()
+    assert {key["max_new_tokens"] for key in keys.values()} == {20}
+    assert all(len(key["sample_seeds"]) == 3 for key in keys.values())
+    assert not any("sample_seeds" in key for key in greedy.values())
+
+
+# Users with one query each, as in a run over the benchmark
+
+
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The prompts of each call that generates answers; further calls append to it."""
+    module = importlib.import_module("on_device.generate")
+    counts: list[int] = []
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def generate(model: Any, prompts: Any, *others: Any, **options: Any) -> Any:
+            counts.append(len(prompts))
+            return real(model, prompts, *others, **options)
+
+        return generate
+
+    for name in ("generate", "label_log_likelihoods"):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+    return counts
+
+
+@pytest.mark.parametrize("decoding", ["greedy", "labels", "oppu_sampled"])
+def test_users_answered_together_get_the_answers_of_each_alone(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generated: list[int], decoding: str
+) -> None:
+    monkeypatch.setattr(oppu, "N_SAMPLED_TOKENS", 20)
+    found = {}
+    for name, passes, n_calls in (("together", pipeline.PASSES_AT_ONCE, 1), ("alone", 0, 6)):
+        monkeypatch.setattr(pipeline, "PASSES_AT_ONCE", passes)
+        output_dir = _with_stages(runs, tmp_path / name, "bases")
+        options = runs.options(
+            output_dir,
+            arms="[base]",
+            data__n_users=6,
+            data__n_queries=1,
+            protocol__decoding=decoding,
+        )
+        _run_here(options, monkeypatch)
+        assert generated == [6 // n_calls] * n_calls
+        generated.clear()
+        (run_dir,) = _finished(output_dir)
+        record = _record(run_dir)
+        stages = [stage for stage in record.stages if stage.stage == "predictions"]
+        assert sorted(stage.what for stage in stages) == [f"base, sample-00{i}" for i in range(6)]
+        assert all(stage.seconds > 0 and not stage.reused for stage in stages)
+        assert sum(stage.seconds for stage in stages) < record.seconds
+        found[name] = _predictions(run_dir, "base"), _answer_keys(output_dir)
+        _run_here(options, monkeypatch)
+        assert generated == []  # all of it is there
+    assert found["together"] == found["alone"]
+    assert len({row["output"] for row in found["alone"][0]}) > 1
+
+
+def test_what_was_answered_before_a_stop_is_kept(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generated: list[int], capsys: Any
+) -> None:
+    module = importlib.import_module("on_device.generate")
+    output_dir = _with_stages(runs, tmp_path / "outputs", "bases")
+    changed = {"arms": "[base]", "data__n_users": 5, "data__n_queries": 1}
+    options = runs.options(output_dir, **changed)
+    count = module.generate
+
+    def fails(*args: Any, **options: Any) -> Any:
+        if len(generated) == 1:
+            raise MemoryError("no more")
+        return count(*args, **options)
+
+    monkeypatch.setattr(module, "generate", fails)
+    monkeypatch.setattr(pipeline, "PASSES_AT_ONCE", 0.7)  # about two users' prompts
+    message = _fails(options, monkeypatch, capsys)
+    first = generated[0]
+    assert 1 < first < 5
+    assert re.search(r"predictions, base, sample-00\d and \d more", message)
+    assert len(_answer_keys(output_dir)) == first
+
+    monkeypatch.setattr(module, "generate", count)
+    _run_here(options, monkeypatch)
+    assert sum(generated) == 5
+    (run_dir,) = _finished(output_dir)
+    assert sum(_reused(_record(run_dir), "predictions")) == first
+
+
 def test_a_row_for_each_step_of_each_user(runs: Runs) -> None:
     stages = _record(runs.first).stages
     folders = [Path(stage.path) for stage in stages if stage.stage == "user_adapters"]
@@ -405,9 +538,7 @@ def test_a_user_whose_training_is_stopped_stops_nobody_else(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """One user's loss is not finite from the first step on: the task model serves that user."""
-    output_dir = tmp_path / "outputs"
-    for stage in ("task_adapters", "bases"):
-        shutil.copytree(runs.output_dir / "stages" / stage, output_dir / "stages" / stage)
+    output_dir = _with_stages(runs, tmp_path / "outputs", "task_adapters", "bases")
     from on_device import trainer
 
     real, calls = trainer.trouble, []
@@ -417,9 +548,8 @@ def test_a_user_whose_training_is_stopped_stops_nobody_else(
         return real(float("nan") if len(calls) == 4 else loss, norm, rows, n_tokens)
 
     monkeypatch.setattr(trainer, "trouble", trouble)
-    monkeypatch.setattr(sys, "argv", ["lamp_eval", *runs.options(output_dir, arms="[task,user]")])
     for _ in range(2):  # the second time from disk
-        main()
+        _run_here(runs.options(output_dir, arms="[task,user]"), monkeypatch)
         assert "is not trained to the end, step 1 of 3: the loss is nan" in capsys.readouterr().out
         run_dir = _finished(output_dir)[-1]
         record = _record(run_dir)
@@ -478,9 +608,7 @@ def _runs(pid: int) -> bool:
 
 def test_full_disk_is_a_mistake_that_loses_nothing(runs: Runs, tmp_path: Path) -> None:
     """Files of at most 8 KiB: the user adapters are larger, and MLX only says "Unable to write"."""
-    output_dir = tmp_path / "outputs"
-    for stage in ("task_adapters", "bases"):
-        shutil.copytree(runs.output_dir / "stages" / stage, output_dir / "stages" / stage)
+    output_dir = _with_stages(runs, tmp_path / "outputs", "task_adapters", "bases")
     limited = ["bash", "-c", 'ulimit -f 8; exec "$@"', "_", *_command(runs.options(output_dir))]
     done = subprocess.run(limited, env=_environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stdout + done.stderr
@@ -606,12 +734,9 @@ def test_users_in_another_order_get_the_same_predictions(runs: Runs, tmp_path: P
 def _fails(
     options: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> str:
-    """Runs the command line in this process, which saves the imports; returns its message."""
-    for name in ("HYDRA_FULL_ERROR", "TRANSFORMERS_VERBOSITY"):  # `main` sets them
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-    monkeypatch.setattr(sys, "argv", ["lamp_eval", *options])
+    """Runs the command line and returns its message."""
     with pytest.raises(SystemExit) as caught:
-        main()
+        _run_here(options, monkeypatch)
     message = capsys.readouterr().err
     assert caught.value.code == 2, message
     assert "lamp_eval: error:" in message

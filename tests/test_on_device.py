@@ -32,6 +32,7 @@ from on_device.generate import Answer, generate, label_log_likelihoods
 from on_device.memory import PeakLaw
 from on_device.model import CACHE_BYTES, WEIGHTS, DeviceModel
 from on_device.resume import load_state
+from on_device.sampling import random_number, sample
 from on_device.trainer import train_user_adapter
 from recipes.base import build_base
 
@@ -871,11 +872,16 @@ def answering(base_dir: Path) -> DeviceModel:
     return model
 
 
-def _naive(model: DeviceModel, prompt: list[int], max_new_tokens: int, eos: int) -> Answer:
+def _naive(
+    model: DeviceModel, prompt: list[int], max_new_tokens: int, eos: int, seed: int | None = None
+) -> Answer:
     tokens: list[int] = []
-    for _ in range(max_new_tokens):
-        logits = model.model(mx.array([*prompt, *tokens])[None])[0, -1]
-        token = int(mx.argmax(logits).item())
+    for step in range(1, max_new_tokens + 1):
+        logits = model.model(mx.array([*prompt, *tokens])[None])[:, -1]
+        if seed is None:
+            token = int(mx.argmax(logits).item())
+        else:
+            token = int(sample(logits, [random_number(seed, step)]).item())
         if token == eos:
             return Answer(tuple(tokens), True)
         tokens.append(token)
@@ -908,6 +914,32 @@ def test_generation_equals_the_naive_loop(
         )
         assert found == expected
         assert all(eos not in answer.tokens for answer in found)
+
+
+@pytest.mark.parametrize("tokens_per_pass", [1, 30, 1000])
+@pytest.mark.parametrize("n_common", [0, 18])
+def test_sampling_equals_the_naive_loop(
+    answering: DeviceModel, n_common: int, tokens_per_pass: int
+) -> None:
+    """So an answer depends on nothing beside its prompt: not on the others, nor on their order."""
+    prompts, seeds = _prompts(n_common), [100 + i for i in range(7)]
+    pairs = list(zip(prompts, seeds, strict=True))
+    whole = [_naive(answering, prompt, 6, NO_EOS, seed) for prompt, seed in pairs]
+    assert whole != [_naive(answering, prompt, 6, NO_EOS) for prompt in prompts]
+    assert whole != [_naive(answering, prompt, 6, NO_EOS, seed + 1) for prompt, seed in pairs]
+    for eos in (NO_EOS, whole[1].tokens[2], whole[5].tokens[0]):  # some rows end before others
+        expected = [_naive(answering, prompt, 6, eos, seed) for prompt, seed in pairs]
+        options = {"max_new_tokens": 6, "eos_token_id": eos, "tokens_per_pass": tokens_per_pass}
+        found = generate(answering, prompts, **options, seeds=seeds)
+        assert found == expected
+        assert generate(answering, prompts[::-1], **options, seeds=seeds[::-1]) == found[::-1]
+
+
+def test_equal_prompts_with_seeds_of_their_own_are_drawn_apart(answering: DeviceModel) -> None:
+    prompt, options = _tokens(12, 8), {"max_new_tokens": 20, "eos_token_id": NO_EOS}
+    options |= {"tokens_per_pass": 1000}
+    one, same, other = generate(answering, [prompt] * 3, **options, seeds=[5, 5, 6])
+    assert one == same != other
 
 
 def test_generation_bounds_the_tokens_computed_together(
@@ -950,6 +982,35 @@ def test_likelihoods_of_labels_are_those_of_whole_sequences(
         expected.append(row)
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     assert len({round(x, 3) for row in found for x in row}) > 3
+
+
+def test_labels_bound_the_tokens_computed_together(
+    answering: DeviceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("on_device.generate")
+    compute, read = module._mean_log_likelihoods, module._read
+    passes: list[list[int]] = []
+    n_tokens: list[int] = []
+    n_read: list[int] = []
+
+    def counted(model: Any, first: Any, cache: Any, rows: Any, labels: Any) -> Any:
+        passes.append([len(label) for label in labels])
+        n_tokens.append(len(rows) * (cache[0].size() + max(map(len, labels))))
+        return compute(model, first, cache, rows, labels)
+
+    def counted_read(model: Any, prefix: Any, suffixes: Any) -> Any:
+        n_read.append(len(suffixes))
+        return read(model, prefix, suffixes)
+
+    monkeypatch.setattr(module, "_mean_log_likelihoods", counted)
+    monkeypatch.setattr(module, "_read", counted_read)
+    labels = [_tokens(n, 40 + i) for i, n in enumerate([5, 1, 3, 2])]
+    label_log_likelihoods(answering, _prompts(18), labels, tokens_per_pass=100)
+    assert n_read == [5, 2]  # 13 and 30 tokens each, behind a beginning of 18
+    assert max(n_tokens) <= 100
+    # At 36 tokens of prompt and label two fit into a pass, at 53 one; the shortest labels first.
+    assert [len(own) for own in passes] == [2] * 10 + [1] * 8
+    assert [n for own in passes[:10] for n in own] == sorted([1, 2, 3, 5] * 5)
 
 
 def test_generation_of_equal_prompts_and_of_one_prompt(answering: DeviceModel) -> None:

@@ -387,6 +387,16 @@ def test_request_counts_the_words_cut_from_retrieved_records(tokenizer, movie_fa
     assert whole.n_cut_words == 0
 
 
+def test_sampled_answers_have_200_tokens_of_room(tokenizer, movie_fan):
+    (whole,) = encoder(tokenizer).requests(movie_fan, 1)
+    sampled = {"decoding": "oppu_sampled", "max_tokens": len(whole.prompt) + 200}
+    assert encoder(tokenizer, **sampled).max_new_tokens == 200
+    assert encoder(tokenizer, **sampled).requests(movie_fan, 1) == [whole]
+    sampled["max_tokens"] -= 1
+    (cut,) = encoder(tokenizer, **sampled).requests(movie_fan, 1)
+    assert cut.n_cut_words > 0
+
+
 def test_then_the_middle_of_the_text_is_cut(tokenizer):
     words = [f"w{i}" for i in range(10, 50)]
     person = user(

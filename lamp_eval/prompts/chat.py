@@ -14,7 +14,7 @@ from datetime import date
 from functools import cached_property
 from typing import Any
 
-from lamp_eval.config import ProtocolConfig
+from lamp_eval.config import N_SAMPLED_TOKENS, ProtocolConfig
 from lamp_eval.errors import UserError
 from lamp_eval.prompts.fit import Prompt, encode, fit
 from lamp_eval.records import Example, Query, Record, Request, User
@@ -87,6 +87,8 @@ class ChatEncoder:
     @cached_property
     def max_new_tokens(self) -> int:
         """Upper bound of an answer's length in tokens, EOS included; the longest label fits."""
+        if self.protocol.decoding == "oppu_sampled":
+            return N_SAMPLED_TOKENS
         labels = [len(self._ids(label)) + 1 for label in self.task.labels]
         return max(self.task.max_new_tokens, *labels, 0)
 

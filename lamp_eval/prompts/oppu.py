@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from lamp_eval.config import ProtocolConfig
+from lamp_eval.config import N_SAMPLED_TOKENS, ProtocolConfig
 from lamp_eval.errors import UserError, raise_if_any
 from lamp_eval.prompts.fit import Prompt, encode, fit
 from lamp_eval.records import Example, Query, Record, Request, User
@@ -49,6 +49,8 @@ class OppuEncoder:
     @property
     def max_new_tokens(self) -> int:
         """Upper bound of an answer's length in tokens, EOS included."""
+        if self.protocol.decoding == "oppu_sampled":
+            return N_SAMPLED_TOKENS
         return self.task.max_new_tokens
 
     @property
