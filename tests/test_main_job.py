@@ -289,6 +289,7 @@ def test_fewer_users_from_scratch_give_the_same_predictions(runs: Runs, tmp_path
         assert path.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.slow
 def test_device_agreement_trains_the_same_adapters_twice(runs: Runs) -> None:
     done = _launch(runs.options(experiment="device_agreement"))
     assert done.returncode == 0, done.stdout + done.stderr
