@@ -32,7 +32,7 @@ class Agreement:
         rows: of each backend its leaderboard row of `user` against `task`.
         comparison: MLX's answers against torch's, query by query.
         share_different: of all queries, those with another answer, in [0, 1].
-        loss_difference: the largest of all users and steps, relative to torch's loss; None if no
+        loss_difference: the largest of all users and steps, relative to the larger loss; None if no
             user has a history.
         users: a row per user: `user_id`, `n_records`, `n_queries`, `n_different`, the metric's mean
             with no adapter and with each backend's (`task_value`, `mlx_value`, `torch_value`), and
@@ -56,11 +56,11 @@ def backend_pairs(records: Sequence[RunRecord]) -> list[dict[str, RunRecord]]:
         config = copy.deepcopy(record.config)
         backend = config["adapter"]["user"].pop("backend")
         groups.setdefault(json.dumps(config, sort_keys=True), {})[backend] = record
-    return [group for group in groups.values() if set(group) == set(BACKENDS) and _has_user(group)]
-
-
-def _has_user(group: dict[str, RunRecord]) -> bool:
-    return all({"task", "user"} <= set(record.config["arms"]) for record in group.values())
+    return [
+        group
+        for group in groups.values()
+        if set(group) == set(BACKENDS) and {"task", "user"} <= set(group["mlx"].config["arms"])
+    ]
 
 
 def agreement(pair: dict[str, RunRecord]) -> Agreement:
@@ -104,16 +104,8 @@ def agreement(pair: dict[str, RunRecord]) -> Agreement:
             "task_value": results["mlx"]["task", user_id][value],
             "mlx_value": results["mlx"]["user", user_id][value],
             "torch_value": results["torch"]["user", user_id][value],
-            "loss_difference": max(
-                (
-                    abs(own / other - 1)
-                    for own, other in zip(
-                        losses["mlx"].get(user_id, ()),
-                        losses["torch"].get(user_id, ()),
-                        strict=False,  # a training may have been stopped
-                    )
-                ),
-                default=None,
+            "loss_difference": _largest_difference(
+                losses["mlx"].get(user_id, ()), losses["torch"].get(user_id, ())
             ),
         }
         for user_id, n_different in different.items()
@@ -164,6 +156,12 @@ def _user_rows(record: RunRecord) -> dict[tuple[str, str], dict[str, str]]:
     """The lines of `users.csv` by arm and user."""
     with (_folder(record) / "users.csv").open(newline="", encoding="utf-8") as file:
         return {(row["arm"], row["user_id"]): row for row in csv.DictReader(file)}
+
+
+def _largest_difference(own: Sequence[float], other: Sequence[float]) -> float | None:
+    """Of the steps that both made, as one may have been stopped; two losses of 0 are equal."""
+    pairs = zip(own, other, strict=False)
+    return max((abs(a - b) / max(a, b) if a != b else 0.0 for a, b in pairs), default=None)
 
 
 def _losses(record: RunRecord) -> dict[str, list[float]]:

@@ -307,6 +307,13 @@ def check(config: RunConfig) -> None:
     need(budget is None or budget > 0, "on_device.memory_budget_gb", budget, "a number above 0")
     at_least("on_device.save_every", config.on_device.save_every, 1)
     one_of("adapter.user.backend", config.adapter.user.backend, ("mlx", "torch"))
+    if config.adapter.user.backend == "torch":
+        for name, value, ok in (
+            ("memory_budget_gb", budget, budget is None),
+            ("checkpoint", checkpoint, checkpoint in ("auto", "none")),
+        ):
+            need(ok, f"on_device.{name}", value, "nothing: the torch backend recomputes no blocks",
+                 "remove it, or set adapter.user.backend=mlx")  # fmt: skip
     one_of("executor.torch_device", config.executor.torch_device, ("auto", "cpu", "cuda", "mps"))
     at_least("executor.tokens_per_pass", config.executor.tokens_per_pass, 1)
 

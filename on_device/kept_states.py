@@ -23,7 +23,8 @@ class StatesOnDisk:
     """States (T − 1, D) of examples in one file; in memory is only what is asked for.
 
     Args:
-        path: the file; one that is there already is taken as that of these very examples.
+        path: the file; one of this size that is there already is of these very examples, as the
+            folder is of this training alone.
         examples: all of them.
         width: D.
         dtype: of the states.
@@ -43,7 +44,7 @@ class StatesOnDisk:
         for example in examples:
             start, end = end, end + n_bytes([example], width, dtype)
             self._spans[example] = start, end - start
-        if not path.is_file():
+        if not path.is_file() or path.stat().st_size != end:
             self._write(path, compute())
         self._file = path.open("rb")
 

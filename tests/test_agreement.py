@@ -40,9 +40,9 @@ def _outputs(folder: Path, arm: str) -> list[dict[str, Any]]:
 @pytest.fixture
 def pair(tmp_path: Path) -> list[RunRecord]:
     return [
-        _run(tmp_path / "0", "mlx", {"ann": [2.0, 1.0], "bob": [2.0, 1.02]}),
+        _run(tmp_path / "0", "mlx", {"ann": [2.0, 1.0, 0.0], "bob": [2.0, 1.02]}),
         # Bob's training was stopped before its second step; cem has no history.
-        _run(tmp_path / "1", "torch", {"ann": [2.0, 1.25], "bob": [2.0]}),
+        _run(tmp_path / "1", "torch", {"ann": [2.0, 1.25, 0.0], "bob": [2.0]}),
     ]
 
 

@@ -205,6 +205,7 @@ OUT_OF_RANGE = {
     "adapter.task.epochs": 0,
     "adapter.task.max_steps": 0,
     "adapter.task.clip_norm": 0.0,
+    "adapter.user.backend": "jax",
     "adapter.user.rank": 0,
     "adapter.user.alpha": -1.0,
     "adapter.user.projections": [],
@@ -229,6 +230,15 @@ def set_option(config: RunConfig, option: str, value: object) -> None:
         node = getattr(node, parent)
     assert hasattr(node, name)
     setattr(node, name, value)
+
+
+@pytest.mark.parametrize(("option", "value"), [("memory_budget_gb", 6.0), ("checkpoint", 2)])
+def test_torch_takes_no_option_that_it_would_not_follow(config, option, value):
+    set_option(config, f"on_device.{option}", value)
+    check(config)
+    config.adapter.user.backend = "torch"
+    with pytest.raises(UserError, match=f"on_device.{option}"):
+        check(config)
 
 
 @pytest.mark.parametrize("option", OUT_OF_RANGE)

