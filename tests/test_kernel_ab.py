@@ -322,6 +322,7 @@ def run_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_the_record_of_a_run_that_measures(run_dir: Path) -> None:
     record = read_run(run_dir / "run.json")
     assert isinstance(record, RunRecord)
@@ -339,6 +340,7 @@ def test_the_record_of_a_run_that_measures(run_dir: Path) -> None:
         ]
 
 
+@pytest.mark.slow
 def test_the_tables_of_a_run_that_measures(run_dir: Path) -> None:
     timings, phases = _rows(run_dir / "timings.csv"), _rows(run_dir / "phases.csv")
     assert len(timings) == 2 * 2 * 2 * 7
@@ -361,6 +363,7 @@ def test_the_tables_of_a_run_that_measures(run_dir: Path) -> None:
     assert float(agreement["max_relative_difference"]) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_leaderboard_has_no_row_of_it(run_dir: Path) -> None:
     output_dir = run_dir.parents[1]
     before = (output_dir / "leaderboard.csv").read_bytes()
@@ -370,6 +373,7 @@ def test_the_leaderboard_has_no_row_of_it(run_dir: Path) -> None:
     assert rebuild_leaderboard(output_dir)[0].read_bytes() == before
 
 
+@pytest.mark.slow
 def test_the_report_shows_it_beside_the_others_and_alone(run_dir: Path, tmp_path: Path) -> None:
     from test_report import Page, check_self_contained
 
@@ -388,6 +392,7 @@ def test_the_report_shows_it_beside_the_others_and_alone(run_dir: Path, tmp_path
         assert ("SYNTHETIC users" in page.text) == (number == 2)  # the other run's
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_it_would_measure_and_writes_nothing(
     run_dir: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -430,6 +435,7 @@ def test_a_path_whose_gradients_are_wrong_is_refused(
         measures.run(config, tmp_path / "outputs/run", [], Console(quiet=True))
 
 
+@pytest.mark.slow
 def test_too_little_memory_is_a_mistake(
     run_dir: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,6 +450,7 @@ def test_too_little_memory_is_a_mistake(
     assert not (run_dir.parent / "full").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_measurement_leaves_the_base_and_no_run(
     run_dir: Path, model_dir: Path
 ) -> None:
@@ -474,6 +481,7 @@ def test_an_interrupted_measurement_leaves_the_base_and_no_run(
     assert list(output_dir.rglob(".partial*")) == []
 
 
+@pytest.mark.slow
 def test_a_sweep_of_measurements_shows_no_empty_table(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -484,6 +492,7 @@ def test_a_sweep_of_measurements_shows_no_empty_table(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_records_of_before_still_load(run_dir: Path) -> None:
     path = run_dir.parents[1] / "movies" / "1" / "run.json"
     record = json.loads(path.read_text())

@@ -565,6 +565,7 @@ def test_a_user_whose_training_is_stopped_stops_nobody_else(
         assert others == [row for row in whole if row["user_id"] != stopped]
 
 
+@pytest.mark.slow
 def test_interrupted_stage_1_leaves_nothing(runs: Runs, tmp_path: Path) -> None:
     """It computes in a child process, which must be gone before its folder is removed."""
     output_dir = tmp_path / "outputs"
@@ -683,6 +684,7 @@ def _oppu_options(runs: Runs, output_dir: Path, data: Path, **changed: Any) -> l
     return runs.options(output_dir, data="oppu", data__dir=data, **sample_only | changed)
 
 
+@pytest.mark.slow
 def test_user_without_history_is_served_by_the_task_arm(runs: Runs, tmp_path: Path) -> None:
     data = _write_oppu(tmp_path / "data", [_user("u1", 4), _user("new", 0), _user("u22", 3)])
     done = _launch(_oppu_options(runs, tmp_path / "outputs", data))
