@@ -110,12 +110,7 @@ class DeviceModel:
         blocks = self.blocks[first:last]
         if not blocks:
             return states
-        n_before = caches[0].offset if caches else 0
-        mask: str | mx.array | None = None
-        if n_before:
-            mask = create_causal_mask(states.shape[1], n_before)
-        elif states.shape[1] > 1:
-            mask = "causal"
+        mask = "causal" if states.shape[1] > 1 else None
         if checkpoint:
             for start in range(0, len(blocks), checkpoint):
                 states = _recomputed(blocks[start : start + checkpoint], states, mask)
