@@ -98,9 +98,7 @@ def attention(
     return out.reshape(n_rows, n_heads, length, -1)
 
 
-def _attend(
-    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None
-) -> mx.array:
+def _attend(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None) -> mx.array:
     """Softmax attention of scaled queries (B, K, H/K, T, D); the mask is not differentiated."""
     shape = (*queries.shape[:4], keys.shape[2])  # (B, K, H/K, T, S)
     if mask is not None and mask.ndim == 4:

@@ -17,7 +17,7 @@ from on_device import cpu
 
 
 def test_exponential_is_as_exact_as_the_one_of_mlx() -> None:
-    x = np.concatenate([np.linspace(-87, 87, 200_001), np.linspace(-1, 1, 200_001)])
+    x = np.concatenate([np.linspace(-64, 64, 200_001), np.linspace(-1, 1, 200_001)])
     x = x.astype(np.float32)
     expected = np.exp(x.astype(np.float64))
 
@@ -30,13 +30,9 @@ def test_exponential_is_as_exact_as_the_one_of_mlx() -> None:
 def test_exponential_at_the_ends() -> None:
     found = np.array(cpu.exp(mx.array([0.0, -1e9, -float("inf"), 1e9])))
     assert found[0] == 1
-    assert (found[1:3] < 2e-38).all()
-    assert 6e37 < found[3] < float("inf")
-
-
-def test_gradient_of_the_exponential_is_itself() -> None:
-    x = mx.array([-3.0, 0.0, 0.5, 7.0])
-    np.testing.assert_allclose(mx.grad(lambda x: cpu.exp(x).sum())(x), np.exp(x), rtol=1e-6)
+    assert (found[1:3] < 2e-28).all()
+    assert (found[1:3] > 1e-29).all()  # a product with it is no denormal
+    assert 6e27 < found[3] < float("inf")
 
 
 def test_swiglu_and_its_gradients() -> None:
@@ -80,6 +76,28 @@ def test_attention_and_its_gradients(mask: str, n_keys: int) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
     for our, their in zip(our_gradients, their_gradients, strict=True):
         np.testing.assert_allclose(our, their, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("n_before", [0, 5])
+def test_a_long_causal_attention_is_computed_in_parts(n_before: int) -> None:
+    n_new = 2 * cpu._QUERIES + 3
+    shapes = (1, 4, n_new, 8), (1, 2, n_before + n_new, 8), (1, 2, n_before + n_new, 8)
+    inputs = [mx.random.normal(shape, key=mx.random.key(i)) for i, shape in enumerate(shapes)]
+    weights = mx.random.normal(shapes[0], key=mx.random.key(9))
+
+    def results(function):
+        def total(*inputs):
+            return (function(*inputs, cache=None, scale=0.3, mask="causal") * weights).sum()
+
+        return mx.value_and_grad(total, argnums=(0, 1, 2))(*inputs)
+
+    (ours, our_gradients), (theirs, their_gradients) = (
+        results(cpu.attention),
+        results(base.scaled_dot_product_attention),
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+    for our, their in zip(our_gradients, their_gradients, strict=True):
+        np.testing.assert_allclose(our, their, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
