@@ -509,7 +509,7 @@ def test_a_resumed_training_recomputes_as_before(deep_dir: Path, tmp_path: Path)
     """Also where a prediction would come out otherwise now."""
     model = DeviceModel(deep_dir, DEEP)
     _, peak = _peak(model)
-    options = {"checkpoint": "auto", "memory_budget_gb": 0.4 * peak / 1e9}
+    options = {"checkpoint": "auto", "memory_budget_gb": 0.5 * peak / 1e9}
 
     def killed(step: TrainingStep) -> None:
         raise Killed
