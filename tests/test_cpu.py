@@ -100,6 +100,36 @@ def test_a_long_causal_attention_is_computed_in_parts(n_before: int) -> None:
         np.testing.assert_allclose(our, their, rtol=1e-4, atol=1e-4)
 
 
+def _kept(layer, x: mx.array) -> float:
+    """Bytes that one more of these layers keeps for the gradient."""
+
+    def peak(n_layers: int) -> int:
+        def total(x):
+            for _ in range(n_layers):
+                x = layer(x)
+            return x.sum()
+
+        mx.reset_peak_memory()
+        mx.eval(mx.grad(total)(x))
+        return mx.get_peak_memory()
+
+    return (peak(20) - peak(10)) / 10
+
+
+def test_swiglu_keeps_its_arguments_alone() -> None:
+    x = mx.random.normal((512, 1024), key=mx.random.key(0))
+    mx.eval(x)
+    assert _kept(lambda x: cpu.swiglu(x, x), x) < 1.2 * x.nbytes
+
+
+def test_causal_attention_keeps_the_weights_that_are_not_zero() -> None:
+    x = mx.random.normal((1, 4, 4 * cpu._QUERIES, 8), key=mx.random.key(0))
+    mx.eval(x)
+    weights = 4 * x.shape[2] ** 2 * x.itemsize
+    kept = _kept(lambda x: cpu.attention(x, x, x, None, 0.3, "causal"), x)
+    assert kept < 10 / 16 * weights + 8 * x.nbytes  # 1 + 2 + 3 + 4 of 16 parts
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_other_precisions_are_computed_as_mlx_does(dtype: mx.Dtype) -> None:
     q, k, v = (mx.random.normal((1, 2, 5, 8), key=mx.random.key(i)).astype(dtype) for i in range(3))

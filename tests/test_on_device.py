@@ -491,9 +491,8 @@ def test_a_budget_decides_what_is_recomputed(deep_dir: Path) -> None:
     assert little.checkpoint in (1, 2)
     assert own_peak < 0.4 * peak
     assert little.predicted_peak_bytes == pytest.approx(own_peak, rel=0.1)
-    with pytest.raises(UserError, match=r"memory_budget_gb") as caught:
+    with pytest.raises(UserError, match=r"(?s)memory_budget_gb.*before the step"):
         _peak(model, checkpoint="auto", memory_budget_gb=0.1 * peak / 1e9)
-    assert "before the step" in str(caught.value)
 
 
 def test_the_group_of_the_smallest_peak() -> None:
@@ -509,7 +508,7 @@ def test_a_resumed_training_recomputes_as_before(deep_dir: Path, tmp_path: Path)
     """Also where a prediction would come out otherwise now."""
     model = DeviceModel(deep_dir, DEEP)
     _, peak = _peak(model)
-    options = {"checkpoint": "auto", "memory_budget_gb": 0.5 * peak / 1e9}
+    options = {"checkpoint": "auto", "memory_budget_gb": 0.4 * peak / 1e9}
 
     def killed(step: TrainingStep) -> None:
         raise Killed
