@@ -56,7 +56,9 @@ def toy_rows() -> tuple[list[list[str]], list[list[str]]]:
     return texts, ratings
 
 
-def packed(texts, ratings, *, extra=(), name=TEXTS, kind=tarfile.REGTYPE) -> bytes:
+def packed(
+    texts, ratings, *, extra=(), name=TEXTS, kind=tarfile.REGTYPE, method=zipfile.ZIP_STORED
+) -> bytes:
     """The archive in the archive; `extra` are further members of the inner one."""
     inner, outer = io.BytesIO(), io.BytesIO()
     files = {
@@ -70,7 +72,7 @@ def packed(texts, ratings, *, extra=(), name=TEXTS, kind=tarfile.REGTYPE) -> byt
             if path == TEXTS and kind != tarfile.REGTYPE:
                 member.type, member.linkname, member.size = kind, "/etc/passwd", 0
             archive.addfile(member, io.BytesIO(content))
-    with zipfile.ZipFile(outer, "w") as archive:
+    with zipfile.ZipFile(outer, "w", method) as archive:
         archive.writestr("vaderSentiment-0.5/setup.py", "raise SystemExit('was run')")
         archive.writestr(INNER, inner.getvalue())
     return outer.getvalue()
@@ -360,9 +362,10 @@ def test_archives_of_another_form():
     assert INNER in refusal(empty.getvalue())
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_LZMA])
 @pytest.mark.parametrize("where", [10, 0.2, 0.5, 0.8, -200])
-def test_an_archive_with_a_changed_byte_is_read_or_refused(where):
-    content = bytearray(packed(*toy_rows()))
+def test_an_archive_with_a_changed_byte_is_read_or_refused(where, method):
+    content = bytearray(packed(*toy_rows(), method=method))
     content[int(where * len(content)) if isinstance(where, float) else where] ^= 0xFF
     try:
         parse(bytes(content), "toy.zip")

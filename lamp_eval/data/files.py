@@ -1,14 +1,28 @@
-"""Reading JSON that a user gives us."""
+"""Reading JSON and archives that a user gives us."""
 
 from __future__ import annotations
 
 import json
+import lzma
 import re
+import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lamp_eval.errors import UserError
+
+# What zipfile and its decompressors raise for a damaged, cut or encrypted archive.
+DAMAGED_ZIP = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,
+)
 
 _CHUNK_CHARS = 2**22
 _MAX_ENTRY_CHARS = 2**26

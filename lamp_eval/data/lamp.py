@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import lzma
 import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from lamp_eval.data.files import parse_json, read_bytes
+from lamp_eval.data.files import DAMAGED_ZIP, parse_json, read_bytes
 from lamp_eval.errors import UserError, raise_if_any
 from lamp_eval.tasks import TASKS, Task
 
@@ -211,9 +209,7 @@ def _unzipped(content: bytes, path: Path) -> list[tuple[str, bytes]]:
             size = sum(member.file_size for member in members)
             if size <= _MAX_UNPACKED_BYTES:
                 return [(f"{path}/{m.filename}", archive.read(m)) for m in members]
-    # What zipfile and its decompressors raise for a damaged, cut or encrypted archive.
-    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, OSError, EOFError, ValueError,
-            RuntimeError) as error:  # fmt: skip
+    except DAMAGED_ZIP as error:
         raise UserError(
             expected="a whole zip archive without a password",
             found=str(error) or type(error).__name__,

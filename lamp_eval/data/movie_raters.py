@@ -29,7 +29,6 @@ import tarfile
 import tempfile
 import urllib.request
 import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -37,7 +36,7 @@ from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
 from lamp_eval.config import DataConfig
-from lamp_eval.data.files import read_bytes
+from lamp_eval.data.files import DAMAGED_ZIP, read_bytes
 from lamp_eval.errors import UserError, raise_if_any
 from lamp_eval.records import Query, Record, User
 from lamp_eval.seeds import user_seed
@@ -218,9 +217,7 @@ def _members(content: bytes, where: str) -> tuple[bytes, bytes]:
             inner = outer.read(INNER)
         with tarfile.open(fileobj=BytesIO(inner), mode="r:gz") as archive:
             return _member(archive, TEXTS), _member(archive, RATINGS)
-    # What zipfile, tarfile and their decompressors raise for a damaged archive.
-    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, OSError, EOFError, LookupError,
-            ValueError, RuntimeError, NotImplementedError) as error:  # fmt: skip
+    except (*DAMAGED_ZIP, tarfile.TarError, LookupError) as error:
         found = str(error) or type(error).__name__
         raise _damaged(f"{ARCHIVE} with its data in {INNER}", found, where) from error
 
