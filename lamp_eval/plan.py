@@ -33,7 +33,7 @@ from lamp_eval.store import Store, key_hash
 from lamp_eval.tasks import Task
 
 # Raised when a stage computes something else from the same inputs: older outputs are left alone.
-STAGE_VERSION = 4
+STAGE_VERSION = 5
 
 Key = dict[str, Any]
 

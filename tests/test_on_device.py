@@ -313,6 +313,23 @@ def test_shared_prefix_equals_one_by_one(
     _assert_close(together[1], one_by_one[1])
 
 
+@pytest.mark.parametrize(
+    ("n_common", "expected"),
+    [(0, [4, 4]), (10, [5, 3]), (100, [8])],  # rows of each batch; 8 * 110 tokens
+)
+def test_large_passes_are_for_a_common_beginning(n_common: int, expected: list[int]) -> None:
+    common, rng = _tokens(n_common, 1), random.Random(2)
+    window = [
+        Example((*common, *(rng.randrange(100) for _ in range(110 - n_common))), 106)
+        for _ in range(8)
+    ]
+    batches = trainer._batches(window, 2048)
+    assert [len(batch.examples) for batch in batches] == expected
+    assert all(len(batch.prefix) >= n_common for batch in batches)
+    assert [e for batch in batches for e in batch.examples] == window
+    assert [len(batch.examples) for batch in trainer._batches(window, 0)] == [1] * 8
+
+
 @pytest.mark.parametrize("n_common", [0, 25])
 def test_two_blocks_touch_the_last_two_only(base_dir: Path, model_dir: Path, n_common: int) -> None:
     recipe = replace(RECIPE, blocks=2, accumulation=3)
